@@ -1,0 +1,46 @@
+"""pm_ops: the page-major KV and state cache layout for any PyTorch program.
+
+Everything that one page of tokens needs, of every layer, lies in one contiguous run of bytes, so that moving,
+offloading or freeing a page is one copy instead of two a layer. Here are the layout as data, a page pool, and the torch
+custom operators over it; :mod:`pm_ops.compile_passes` rewrites layer-major models into them, and
+:mod:`pm_ops.adapters` brings them into engines.
+"""
+
+from . import ops
+from .allocator import PageAllocator
+from .formats import page_major, token_major, vllm
+from .functional import (
+    attention,
+    copy_pages,
+    copy_slots,
+    gather_pages,
+    load_kv,
+    merge_attention,
+    scatter_pages,
+    store_kv,
+    zero_pages,
+)
+from .layout import PageLayout, Plane
+from .pool import PagePool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PageAllocator",
+    "PageLayout",
+    "PagePool",
+    "Plane",
+    "attention",
+    "copy_pages",
+    "copy_slots",
+    "gather_pages",
+    "load_kv",
+    "merge_attention",
+    "ops",
+    "page_major",
+    "scatter_pages",
+    "store_kv",
+    "token_major",
+    "vllm",
+    "zero_pages",
+]

@@ -1,0 +1,85 @@
+"""Which pages are in use, and by how many owners. Bookkeeping on the host; no bytes move here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Hands out page ids with reference counts; the last page freed is the first handed out again.
+
+    Args:
+        num_pages: pages of the pool.
+        reserve_null: keep page 0 out, as a sink for padding rows (vLLM's block 0, SGLang's page 0).
+    """
+
+    def __init__(self, num_pages: int, *, reserve_null: bool = False) -> None:
+        if num_pages < 1 + reserve_null:
+            raise ValueError(f"num_pages={num_pages} leaves no page to hand out; need at least {1 + reserve_null}")
+        self.num_pages = num_pages
+        self.reserve_null = reserve_null
+        self._counts = [0] * num_pages
+        self._free = list(range(num_pages - 1, int(reserve_null) - 1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    def refcount(self, page: int) -> int:
+        """Owners of a page; 0 is free."""
+        return self._counts[self._checked(page)]
+
+    def alloc(self, n: int = 1) -> list[int]:
+        """``n`` free pages, each with one owner. All or nothing: raises RuntimeError when fewer are free."""
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} pages; n must not be negative")
+        if n > len(self._free):
+            raise RuntimeError(
+                f"out of pages: {n} asked for, {len(self._free)} of {self.num_pages} free; free some first"
+            )
+        pages = [self._free.pop() for _ in range(n)]
+        for page in pages:
+            self._counts[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more owner for each page (a shared prefix). Raises RuntimeError for a page nobody owns."""
+        pages = [self._owned(p, "retain") for p in pages]
+        for page in pages:
+            self._counts[page] += 1
+
+    def free(self, pages: Iterable[int]) -> None:
+        """One owner less for each page; without owners it is free again. A double free raises RuntimeError."""
+        pages = [self._owned(p, "free") for p in pages]
+        for page, times in Counter(pages).items():
+            if times > self._counts[page]:
+                raise RuntimeError(f"page {page} freed {times} times at once, but has {self._counts[page]} owners")
+        for page in pages:
+            self._counts[page] -= 1
+            if self._counts[page] == 0:
+                self._free.append(page)
+
+    def writable(self, page: int) -> int:
+        """The page itself if it has one owner; else a new page, taken over from it (copy-on-write).
+
+        Where the returned id differs, the caller copies the old page's bytes to it before writing.
+        """
+        self._owned(page, "write to")
+        if self._counts[page] == 1:
+            return page
+        (copy,) = self.alloc()
+        self._counts[page] -= 1
+        return copy
+
+    def _checked(self, page: int) -> int:
+        if not 0 <= page < self.num_pages:
+            raise ValueError(f"page {page} is outside this allocator's pages 0 to {self.num_pages - 1}")
+        return page
+
+    def _owned(self, page: int, verb: str) -> int:
+        if self._counts[self._checked(page)] == 0:
+            what = "the reserved null page" if self.reserve_null and page == 0 else "free already"
+            raise RuntimeError(f"cannot {verb} page {page}: it is {what}")
+        return page

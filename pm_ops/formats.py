@@ -1,0 +1,149 @@
+"""Named page formats, each byte-exact with its origin unless ``align`` is given.
+
+========================  =============================================================  ============================
+format                    bytes of a page                                                origin
+========================  =============================================================  ============================
+``page_major``            ``[L0_K·ps | L0_V·ps | L1_K·ps | L1_V·ps | …]``                SGLang 0.5.15 – 0.5.18
+``token_major``           ``ps`` entries ``[K0 | V0 | K1 | V1 | … | pad to 32 B]``       SGLang 0.5.22 on
+``vllm("BLNHC")``         ``[layer][token][head][K | V]``                                vLLM 0.29 on
+``vllm("BLHNC")``         ``[layer][head][token][K | V]``                                vLLM 0.29 on
+``vllm("BHLNC")``         ``[head][layer][token][K | V]``                                vLLM 0.29 on
+========================  =============================================================  ============================
+
+``layers`` is the number of layers. Every other argument that describes a layer may be one value, or a sequence with one
+value a layer (models whose layers differ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from .layout import PageLayout, Plane
+
+T = TypeVar("T")
+
+TOKEN_MAJOR_ALIGN = 32
+"""Bytes to which SGLang pads a token's entry (``ENTRY_ALIGN_BYTES``)."""
+VLLM_ORDERS = ("BLNHC", "BLHNC", "BHLNC")
+"""vLLM's block-outermost orders: B block, L layer, H head, N token, C the K|V content of one (token, head)."""
+
+
+def page_major(
+    layers: int,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    page_size: int,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    *,
+    value_dim: int | Sequence[int] | None = None,
+    align: int = 1,
+) -> PageLayout:
+    """``page = [L0_K·ps | L0_V·ps | L1_K·ps | …]``: layer after layer inside the page, K and V in blocks.
+
+    Args:
+        layers: number of layers.
+        kv_heads, head_dim, value_dim: heads and dims, in elements; ``value_dim`` defaults to ``head_dim``.
+        page_size: tokens of a page.
+        dtype: element type of K and V.
+        align: start every plane, and end the page, at a multiple of this many bytes. 1 is byte-exact with SGLang.
+    """
+    planes = []
+    end = 0
+    for layer, heads, dims, layer_dtype in _per_layer(layers, kv_heads, head_dim, value_dim, dtype):
+        for kind, dim in zip(("key", "value"), dims, strict=True):
+            row = dim * layer_dtype.itemsize
+            planes.append(Plane(layer, kind, end, heads * row, row, (heads, dim), layer_dtype))
+            end = _round_up(end + page_size * heads * row, align)
+    return PageLayout(page_size, end, tuple(planes), "page_major")
+
+
+def token_major(
+    layers: int,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    page_size: int,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    *,
+    value_dim: int | Sequence[int] | None = None,
+    align: int = TOKEN_MAJOR_ALIGN,
+) -> PageLayout:
+    """``page_size`` entries, each ``[K0 | V0 | K1 | V1 | … | pad]``: everything of one token side by side.
+
+    Args as in :func:`page_major`; ``align`` pads the entry, 32 bytes being SGLang's. SGLang itself also refuses rows
+    that are not multiples of 16 bytes; here they are allowed.
+    """
+    rows = []
+    end = 0
+    for layer, heads, dims, layer_dtype in _per_layer(layers, kv_heads, head_dim, value_dim, dtype):
+        for kind, dim in zip(("key", "value"), dims, strict=True):
+            rows.append((layer, kind, end, dim * layer_dtype.itemsize, (heads, dim), layer_dtype))
+            end += heads * dim * layer_dtype.itemsize
+    entry = _round_up(end, align)
+    planes = tuple(Plane(layer, kind, at, entry, row, shape, dt) for layer, kind, at, row, shape, dt in rows)
+    return PageLayout(page_size, page_size * entry, planes, "token_major")
+
+
+def vllm(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    order: str = "BLNHC",
+    *,
+    value_dim: int | None = None,
+) -> PageLayout:
+    """vLLM's block-outermost layouts: K and V of one (token, head) side by side, C = K dim + V dim.
+
+    Args:
+        layers, kv_heads, head_dim, page_size, dtype, value_dim: as in :func:`page_major`; all layers are alike.
+        order: memory order after the block axis, one of :data:`VLLM_ORDERS`.
+    """
+    if order not in VLLM_ORDERS:
+        raise ValueError(f"order {order!r} is not a block-outermost vLLM layout; supported: {', '.join(VLLM_ORDERS)}")
+    key_bytes = head_dim * dtype.itemsize
+    value = head_dim if value_dim is None else value_dim
+    content = key_bytes + value * dtype.itemsize
+    sizes = {"L": layers, "H": kv_heads, "N": page_size}
+    strides = {}
+    stride = content
+    for axis in reversed(order[1:4]):
+        strides[axis] = stride
+        stride *= sizes[axis]
+    planes = []
+    for layer in range(layers):
+        start = layer * strides["L"]
+        for kind, offset, dim in (("key", start, head_dim), ("value", start + key_bytes, value)):
+            planes.append(Plane(layer, kind, offset, strides["N"], strides["H"], (kv_heads, dim), dtype))
+    return PageLayout(page_size, stride, tuple(planes), f"vllm {order}")
+
+
+def _per_layer(
+    layers: int,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    value_dim: int | Sequence[int] | None,
+    dtype: torch.dtype | Sequence[torch.dtype],
+) -> list[tuple[int, int, tuple[int, int], torch.dtype]]:
+    """``(layer, heads, (key dim, value dim), dtype)`` of every layer."""
+    heads = _spread(kv_heads, layers, "kv_heads")
+    keys = _spread(head_dim, layers, "head_dim")
+    values = keys if value_dim is None else _spread(value_dim, layers, "value_dim")
+    dtypes = _spread(dtype, layers, "dtype")
+    return [(i, heads[i], (keys[i], values[i]), dtypes[i]) for i in range(layers)]
+
+
+def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:
+    """One value a layer, from one value or a sequence of them."""
+    if not isinstance(value, Sequence):
+        return [value] * layers
+    if len(value) != layers:
+        raise ValueError(f"{name} has {len(value)} values for {layers} layers; give one value, or one a layer")
+    return list(value)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,272 @@
+"""``attention`` over pages: ragged batches of decode, prefill and both, in one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._common import (
+    define,
+    describe,
+    kernel,
+    plane_view,
+    require,
+    require_buffer,
+    require_device,
+    require_in_range,
+    require_indices,
+    require_no_grad,
+    require_plane,
+    require_scale,
+    scale_value,
+)
+
+IMPLEMENTATIONS = ("auto", "triton", "reference")
+QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Attention:
+    """Arguments of ``pm_ops::attention``.
+
+    Args:
+        buffer, key_plane, value_plane, page_size, key_dtype, value_dtype: the pages, see :class:`pm_ops.PagePool`.
+        query: ``[Tq, Hq, Dk]``, any strides; ``Hq`` is a multiple of ``kv_heads``.
+        page_table: ``[B, W]``; entries past a sequence's last page are never read.
+        seq_lens: ``[B]``, keys of each sequence, those of this step included.
+        query_start: ``[B + 1]``, cumulative query tokens; ``None``: every sequence has ``Tq / B``. Query rows past the
+            last sequence are padding.
+        kv_heads, value_dim: of the cache.
+        softmax_scale: factor of query · key.
+        causal: query ``i`` of ``n`` stands at position ``p = seq_len - n + i`` (aligned bottom right) and sees keys
+            ``j <= p``.
+        window: 0, or the number of keys a query sees, itself included: ``p - window < j``, and where not causal also
+            ``j < p + window``.
+        softcap: 0, or ``c`` in ``c * tanh(logit / c)``, before ALiBi and bias.
+        sinks: ``[Hq]``, one more logit in each softmax, without a value.
+        alibi_slopes: ``[Hq]``; adds ``slope * (j - p)``.
+        bias: bool (True: visible) or floating point (added; -inf: hidden), ``[B or 1, Hq or 1, Lq or 1, S]`` with any
+            strides; row ``i`` is the ``i``-th query of its own sequence, column ``j`` its key ``j``. Keys past ``S``
+            are hidden.
+        key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device.
+        max_query_len: 0 or an upper bound of the query tokens of one sequence: a hint for choosing a kernel.
+        return_lse: also return the log-sum-exp of every query row.
+        impl: ``"triton"``, ``"reference"`` (plain torch; synchronises on CUDA) or ``"auto"``: triton on CUDA,
+            reference on CPU.
+
+    Returns ``out [Tq, Hq, value_dim]`` of the query's dtype and ``lse [Tq, Hq]`` float32, natural log, sinks included
+    (``[0]`` if not asked for). A row that sees no key gives 0 and -inf (with sinks: the sink). Bytes of slots that no
+    query of the sequence may see have no influence, NaN included. Page ids never change the order of the reduction.
+    """
+
+    buffer: Tensor
+    query: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor | None
+    key_plane: Sequence[int]
+    value_plane: Sequence[int]
+    page_size: int
+    kv_heads: int
+    value_dim: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    softmax_scale: float
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    key_scale_tensor: Tensor | None = None
+    value_scale_tensor: Tensor | None = None
+    max_query_len: int = 0
+    return_lse: bool = False
+    impl: str = "auto"
+
+    def check(self) -> None:
+        q, batch = self.query, self.seq_lens.shape[0]
+        require_no_grad("attention", query=q, bias=self.bias, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
+        require_buffer(self.buffer)
+        require_device("query", q, self.buffer)
+        require(
+            q.dim() == 3 and q.dtype in QUERY_DTYPES,
+            lambda: f"query must be float32, float16 or bfloat16 [tokens, heads, head_dim], got {describe(q)}",
+        )
+        require(
+            q.shape[1] % self.kv_heads == 0,
+            lambda: f"{q.shape[1]} query heads cannot share {self.kv_heads} KV heads; it must be a multiple of them",
+        )
+        require_indices("page_table", self.page_table, self.buffer, dim=2)
+        require_indices("seq_lens", self.seq_lens, self.buffer)
+        require(
+            self.page_table.shape[0] == batch,
+            lambda: f"page_table has {self.page_table.shape[0]} rows for {batch} sequences",
+        )
+        if self.query_start is None:
+            require(
+                q.shape[0] == 0 if batch == 0 else q.shape[0] % batch == 0,
+                lambda: f"{q.shape[0]} query tokens for {batch} sequences; without query_start all have equally many",
+            )
+        else:
+            start = self.query_start
+            require_indices("query_start", start, self.buffer)
+            require(
+                start.shape[0] == batch + 1,
+                lambda: f"query_start has {start.shape[0]} entries for {batch} sequences; it needs one more than those",
+            )
+        require_plane("key", self.buffer, self.key_plane, self.page_size, self.kv_heads, q.shape[2], self.key_dtype)
+        require_plane(
+            "value", self.buffer, self.value_plane, self.page_size, self.kv_heads, self.value_dim, self.value_dtype
+        )
+        require_scale("key_scale", self.key_scale, self.key_scale_tensor, self.buffer)
+        require_scale("value_scale", self.value_scale, self.value_scale_tensor, self.buffer)
+        require(self.window >= 0, lambda: f"window={self.window} must not be negative; 0 means no window")
+        require(self.softcap >= 0, lambda: f"softcap={self.softcap} must not be negative; 0 means none")
+        require(self.max_query_len >= 0, lambda: f"max_query_len={self.max_query_len} must not be negative")
+        if self.impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl={self.impl!r} is unknown; supported: {', '.join(IMPLEMENTATIONS)}")
+        self._check_modifiers(q.shape[1], batch)
+
+    def _check_modifiers(self, heads: int, batch: int) -> None:
+        self._check_per_head("sinks", self.sinks, heads)
+        self._check_per_head("alibi_slopes", self.alibi_slopes, heads)
+        bias = self.bias
+        if bias is not None:
+            require_device("bias", bias, self.buffer)
+            require(
+                bias.dim() == 4 and (bias.dtype == torch.bool or bias.dtype.is_floating_point),
+                lambda: f"bias must be bool or floating point [batch, heads, queries, keys], got {describe(bias)}",
+            )
+            fits = [bias.shape[0] == 1 or bias.shape[0] == batch, bias.shape[1] == 1 or bias.shape[1] == heads]
+            require(
+                fits[0] and fits[1],
+                lambda: f"bias {list(bias.shape)} must be [1 or {batch} sequences, 1 or {heads} heads, queries, keys]",
+            )
+
+    def _check_per_head(self, name: str, tensor: Tensor | None, heads: int) -> None:
+        if tensor is None:
+            return
+        require(
+            tensor.dim() == 1 and tensor.shape[0] == heads and tensor.dtype.is_floating_point,
+            lambda: f"{name} must be floating point [{heads}], got {describe(tensor)}",
+        )
+        require_device(name, tensor, self.buffer)
+
+    def check_values(self) -> None:
+        """Lengths fit the table, query_start ascends within the query, and every page id that is read exists."""
+        capacity = self.page_table.shape[1] * self.page_size
+        require_in_range("seq_lens", self.seq_lens, capacity + 1, f"page_table columns x page_size = {capacity} keys")
+        if self.query_start is not None:
+            start = self.query_start
+            require_in_range("query_start", start, self.query.shape[0] + 1, f"query rows: {self.query.shape[0]}")
+            require_in_range("query_start", start[:-1] - start[1:], 1, "descents; it must be cumulative")
+        if self.page_table.numel():
+            column = torch.arange(self.page_table.shape[1], device=self.page_table.device)
+            read = column * self.page_size < self.seq_lens[:, None]
+            pages = torch.where(read, self.page_table, 0)
+            require_in_range("page_table", pages, self.key_plane[4], "pages in the pool")
+            require_in_range("page_table (negated)", -pages, 1, "negative page ids that may be read")
+
+
+def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
+    """The specification: dense float32 attention, one sequence at a time."""
+    tokens, heads, key_dim = a.query.shape
+    out = torch.zeros(tokens, heads, a.value_dim, device=a.query.device)
+    lse = torch.full((tokens, heads), -torch.inf, device=a.query.device)
+    keys = plane_view(a.buffer, a.key_plane, a.page_size, a.kv_heads, key_dim, a.key_dtype)
+    values = plane_view(a.buffer, a.value_plane, a.page_size, a.kv_heads, a.value_dim, a.value_dtype)
+    key_scale = scale_value(a.key_scale, a.key_scale_tensor)
+    value_scale = scale_value(a.value_scale, a.value_scale_tensor)
+    lengths, batch = a.seq_lens.tolist(), a.seq_lens.shape[0]
+    uniform = tokens // max(batch, 1)
+    starts = [b * uniform for b in range(batch + 1)] if a.query_start is None else a.query_start.tolist()
+    for b in range(batch):
+        rows = slice(starts[b], starts[b + 1])
+        if starts[b] == starts[b + 1]:
+            continue
+        table = a.page_table[b, : -(-lengths[b] // a.page_size)].long()
+        k = keys[table].reshape(-1, a.kv_heads, key_dim)[: lengths[b]].float() * key_scale
+        v = values[table].reshape(-1, a.kv_heads, a.value_dim)[: lengths[b]].float() * value_scale
+        out[rows], lse[rows] = _attend(a, b, a.query[rows].float(), k, v)
+    return out.to(a.query.dtype), lse if a.return_lse else lse.new_empty(0)
+
+
+def _attend(a: Attention, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence: ``q [n, Hq, Dk]``, ``k [s, Hkv, Dk]``, ``v [s, Hkv, Dv]`` → ``[n, Hq, Dv]``, ``[n, Hq]``."""
+    n, heads, _ = q.shape
+    group = heads // a.kv_heads
+    q = q.transpose(0, 1).reshape(a.kv_heads, group * n, -1)
+    logits = (q @ k.permute(1, 2, 0)).view(heads, n, -1) * a.softmax_scale
+    if a.softcap:
+        logits = a.softcap * torch.tanh(logits / a.softcap)
+    position = torch.arange(k.shape[0] - n, k.shape[0], device=q.device)[:, None]
+    j = torch.arange(k.shape[0], device=q.device)
+    if a.alibi_slopes is not None:
+        logits = logits + a.alibi_slopes.float()[:, None, None] * (j - position)
+    visible = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device)
+    if a.causal:
+        visible &= j <= position
+    if a.window:
+        visible &= (j > position - a.window) & (j < position + a.window)
+    visible = visible.expand(heads, -1, -1)
+    if a.bias is not None:
+        logits, visible = _biased(a.bias[b % a.bias.shape[0]], logits, visible)
+    logits = torch.where(visible, logits, -torch.inf)
+    if a.sinks is not None:
+        logits = torch.cat((logits, a.sinks.float()[:, None, None].expand(-1, n, 1)), -1)
+    lse = torch.logsumexp(logits, -1)
+    p = torch.exp(logits[..., : k.shape[0]] - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    seen = visible.view(a.kv_heads, group * n, -1).any(1)  # a key nobody sees: 0 * NaN must not leak
+    v = torch.where(seen[..., None], v.transpose(0, 1), 0.0)
+    out = (p.view(a.kv_heads, group * n, -1) @ v).view(heads, n, -1)
+    return out.transpose(0, 1), lse.transpose(0, 1)
+
+
+def _biased(bias: Tensor, logits: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    heads, n, s = logits.shape
+    bias = bias[:, : n if bias.shape[1] > 1 else 1, :s].expand(heads, n, -1)
+    short = s - bias.shape[-1]
+    if bias.dtype == torch.bool:
+        return logits, visible & torch.nn.functional.pad(bias, (0, short), value=False)
+    bias = torch.nn.functional.pad(bias.float(), (0, short), value=-torch.inf)
+    return logits + bias, visible & (bias != -torch.inf)
+
+
+def _attention_cpu(a: Attention) -> tuple[Tensor, Tensor]:
+    if a.impl == "triton":
+        raise RuntimeError("impl='triton' needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'")
+    return attention_reference(a)
+
+
+_attention_triton = kernel("attention.attention")
+
+
+def _attention_cuda(a: Attention) -> tuple[Tensor, Tensor]:
+    return attention_reference(a) if a.impl == "reference" else _attention_triton(a)
+
+
+def _attention_fake(a: Attention) -> tuple[Tensor, Tensor]:
+    tokens, heads = a.query.shape[:2]
+    lse = (tokens, heads) if a.return_lse else (0,)
+    return a.query.new_empty((tokens, heads, a.value_dim)), a.query.new_empty(lse, dtype=torch.float32)
+
+
+define(
+    "attention",
+    "(Tensor buffer, Tensor query, Tensor page_table, Tensor seq_lens, Tensor? query_start, SymInt[] key_plane, "
+    "SymInt[] value_plane, SymInt page_size, SymInt kv_heads, SymInt value_dim, ScalarType key_dtype, "
+    "ScalarType value_dtype, *, float softmax_scale, bool causal=True, SymInt window=0, float softcap=0.0, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None, float key_scale=1.0, float value_scale=1.0, "
+    "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, "
+    'str impl="auto") -> (Tensor, Tensor)',
+    Attention,
+    fake=_attention_fake,
+    cpu=_attention_cpu,
+    cuda=_attention_cuda,
+)

@@ -1,0 +1,69 @@
+"""``merge_attention``: two parts of one softmax, joined by their log-sum-exps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._common import define, describe, require, require_no_grad
+
+
+@dataclass(slots=True)
+class MergeAttention:
+    """Arguments of ``pm_ops::merge_attention``: ``out_* [T, H, D]`` and natural-log ``lse_* [T, H]`` in float32.
+
+    Where both parts are empty (lse -inf) the result is 0, -inf. Attention sinks may be in one part only.
+    """
+
+    out_a: Tensor
+    lse_a: Tensor
+    out_b: Tensor
+    lse_b: Tensor
+
+    def check(self) -> None:
+        require_no_grad("merge_attention", out_a=self.out_a, lse_a=self.lse_a, out_b=self.out_b, lse_b=self.lse_b)
+        out_a, out_b = self.out_a, self.out_b
+        require(
+            out_a.dim() == 3 and out_a.shape == out_b.shape and out_a.dtype == out_b.dtype,
+            lambda: f"out_a and out_b must both be [tokens, heads, dim]: {describe(out_a)} and {describe(out_b)}",
+        )
+        self._check_lse("lse_a", self.lse_a)
+        self._check_lse("lse_b", self.lse_b)
+        devices = {t.device for t in (self.out_a, self.lse_a, self.out_b, self.lse_b)}
+        require(len(devices) == 1, lambda: f"out_a, lse_a, out_b and lse_b are on {sorted(map(str, devices))}")
+
+    def _check_lse(self, name: str, lse: Tensor) -> None:
+        require(
+            lse.dtype == torch.float32 and lse.shape == self.out_a.shape[:2],
+            lambda: f"{name} must be float32 {list(self.out_a.shape[:2])}, got {describe(lse)}",
+        )
+
+    def check_values(self) -> None:
+        """Nothing to check: there are no indices."""
+
+
+def _merge_attention_fake(a: MergeAttention) -> tuple[Tensor, Tensor]:
+    shape = a.out_a.shape
+    return a.out_a.new_empty(shape), a.lse_a.new_empty(shape[:2])
+
+
+def _merge_attention_cpu(a: MergeAttention) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(a.lse_a, a.lse_b)
+    finite = torch.where(lse == -torch.inf, 0.0, lse)  # two empty parts: weights exp(-inf) = 0, not exp(nan)
+    weight_a, weight_b = torch.exp(a.lse_a - finite), torch.exp(a.lse_b - finite)
+    out = torch.zeros(a.out_a.shape, device=a.out_a.device)
+    for part, weight in ((a.out_a, weight_a), (a.out_b, weight_b)):
+        out += torch.where(weight[..., None] > 0, part.float() * weight[..., None], 0.0)
+    return out.to(a.out_a.dtype), lse.contiguous()
+
+
+define(
+    "merge_attention",
+    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    MergeAttention,
+    fake=_merge_attention_fake,
+    cpu=_merge_attention_cpu,
+    cuda="merge.merge_attention",
+)

@@ -1,0 +1,233 @@
+"""Page verbs: whole pages copied, zeroed, gathered, scattered; and ``copy_slots`` for single tokens.
+
+``region`` is a pool's ``[base, page_stride, page_bytes, num_pages]``, in bytes. A page or slot < 0 is skipped; one past
+the end is never touched (and refused where values are checked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._common import (
+    define,
+    describe,
+    require,
+    require_buffer,
+    require_device,
+    require_distinct,
+    require_in_range,
+    require_indices,
+)
+
+
+def _require_region(buffer: Tensor, region: Sequence[int]) -> None:
+    require_buffer(buffer)
+    require(len(region) == 4, lambda: f"region must be [base, page_stride, page_bytes, num_pages], got {list(region)}")
+    base, page_stride, page_bytes, num_pages = region
+    end = base + (num_pages - 1) * page_stride + page_bytes
+    require(end <= buffer.numel(), lambda: f"region {list(region)} ends at byte {end}, the buffer has {buffer.numel()}")
+
+
+def _require_pairs(src: Tensor, dst: Tensor, buffer: Tensor) -> None:
+    require_indices("src", src, buffer)
+    require_indices("dst", dst, buffer)
+    require(src.shape[0] == dst.shape[0], lambda: f"src names {src.shape[0]} and dst {dst.shape[0]}; they go in pairs")
+
+
+def page_view(buffer: Tensor, region: Sequence[int]) -> Tensor:
+    """The pages as uint8 ``[num_pages, page_bytes]``, a view."""
+    base, page_stride, page_bytes, num_pages = region
+    return buffer.as_strided((num_pages, page_bytes), (page_stride, 1), buffer.storage_offset() + base)
+
+
+@dataclass(slots=True)
+class CopyPages:
+    """Arguments of ``pm_ops::copy_pages``: page ``src[i]`` onto ``dst[i]``, all read before one is written."""
+
+    buffer: Tensor
+    src: Tensor
+    dst: Tensor
+    region: Sequence[int]
+
+    def check(self) -> None:
+        _require_region(self.buffer, self.region)
+        _require_pairs(self.src, self.dst, self.buffer)
+
+    def check_values(self) -> None:
+        require_in_range("src", self.src, self.region[3], "pages in the pool")
+        require_in_range("dst", self.dst, self.region[3], "pages in the pool")
+        require_distinct("dst", torch.where(self.src < 0, -1, self.dst))
+
+
+def _copy_pages_cpu(a: CopyPages) -> None:
+    kept = (a.src >= 0) & (a.dst >= 0)
+    pages = page_view(a.buffer, a.region)
+    pages[a.dst[kept]] = pages[a.src[kept]]
+
+
+define(
+    "copy_pages",
+    "(Tensor(a!) buffer, Tensor src, Tensor dst, SymInt[] region) -> ()",
+    CopyPages,
+    fake=lambda a: None,
+    cpu=_copy_pages_cpu,
+    cuda="pages.copy_pages",
+)
+
+
+@dataclass(slots=True)
+class ZeroPages:
+    """Arguments of ``pm_ops::zero_pages``: these pages become zero bytes, padding included."""
+
+    buffer: Tensor
+    pages: Tensor
+    region: Sequence[int]
+
+    def check(self) -> None:
+        _require_region(self.buffer, self.region)
+        require_indices("pages", self.pages, self.buffer)
+
+    def check_values(self) -> None:
+        require_in_range("pages", self.pages, self.region[3], "pages in the pool")
+
+
+def _zero_pages_cpu(a: ZeroPages) -> None:
+    page_view(a.buffer, a.region)[a.pages[a.pages >= 0]] = 0
+
+
+define(
+    "zero_pages",
+    "(Tensor(a!) buffer, Tensor pages, SymInt[] region) -> ()",
+    ZeroPages,
+    fake=lambda a: None,
+    cpu=_zero_pages_cpu,
+    cuda="pages.zero_pages",
+)
+
+
+@dataclass(slots=True)
+class GatherPages(ZeroPages):
+    """Arguments of ``pm_ops::gather_pages``: fresh uint8 ``[n, page_bytes]``; page < 0 gives a row of zeros."""
+
+
+def _gather_pages_fake(a: GatherPages) -> Tensor:
+    return a.buffer.new_empty((a.pages.shape[0], a.region[2]))
+
+
+def _gather_pages_cpu(a: GatherPages) -> Tensor:
+    rows = page_view(a.buffer, a.region)[a.pages.clamp(min=0)]
+    rows[a.pages < 0] = 0
+    return rows
+
+
+define(
+    "gather_pages",
+    "(Tensor buffer, Tensor pages, SymInt[] region) -> Tensor",
+    GatherPages,
+    fake=_gather_pages_fake,
+    cpu=_gather_pages_cpu,
+    cuda="pages.gather_pages",
+)
+
+
+@dataclass(slots=True)
+class ScatterPages:
+    """Arguments of ``pm_ops::scatter_pages``: uint8 rows ``[n, page_bytes]`` to these pages."""
+
+    buffer: Tensor
+    rows: Tensor
+    pages: Tensor
+    region: Sequence[int]
+
+    def check(self) -> None:
+        _require_region(self.buffer, self.region)
+        require_indices("pages", self.pages, self.buffer)
+        require(
+            self.rows.dtype == torch.uint8 and self.rows.dim() == 2,
+            lambda: f"rows must be uint8 [pages, page_bytes], got {describe(self.rows)}",
+        )
+        require(
+            self.rows.shape[0] == self.pages.shape[0],
+            lambda: f"{self.rows.shape[0]} rows for {self.pages.shape[0]} pages",
+        )
+        require(
+            self.rows.shape[1] == self.region[2],
+            lambda: (
+                f"rows of {self.rows.shape[1]} bytes for pages of {self.region[2]}; they must come from this layout"
+            ),
+        )
+        require_device("rows", self.rows, self.buffer)
+
+    def check_values(self) -> None:
+        require_in_range("pages", self.pages, self.region[3], "pages in the pool")
+        require_distinct("pages", self.pages)
+
+
+def _scatter_pages_cpu(a: ScatterPages) -> None:
+    kept = a.pages >= 0
+    page_view(a.buffer, a.region)[a.pages[kept]] = a.rows[kept]
+
+
+define(
+    "scatter_pages",
+    "(Tensor(a!) buffer, Tensor rows, Tensor pages, SymInt[] region) -> ()",
+    ScatterPages,
+    fake=lambda a: None,
+    cpu=_scatter_pages_cpu,
+    cuda="pages.scatter_pages",
+)
+
+
+@dataclass(slots=True)
+class CopySlots:
+    """Arguments of ``pm_ops::copy_slots``: token slot ``src[i]`` onto ``dst[i]``, every token plane of every layer.
+
+    ``runs`` is int64 ``[R, 3]`` on the buffer's device, ``PagePool.slot_runs``: (offset in the page, token stride,
+    bytes) of each run of one slot. All slots are read before one is written.
+    """
+
+    buffer: Tensor
+    src: Tensor
+    dst: Tensor
+    runs: Tensor
+    page_size: int
+    region: Sequence[int]
+
+    def check(self) -> None:
+        _require_region(self.buffer, self.region)
+        _require_pairs(self.src, self.dst, self.buffer)
+        require(
+            self.runs.dtype == torch.int64 and self.runs.dim() == 2 and self.runs.shape[1] == 3,
+            lambda: f"runs must be int64 [R, 3] (PagePool.slot_runs), got {describe(self.runs)}",
+        )
+        require_device("runs", self.runs, self.buffer)
+
+    def check_values(self) -> None:
+        slots = self.region[3] * self.page_size
+        require_in_range("src", self.src, slots, "slots in the pool")
+        require_in_range("dst", self.dst, slots, "slots in the pool")
+        require_distinct("dst", torch.where(self.src < 0, -1, self.dst))
+
+
+def _copy_slots_cpu(a: CopySlots) -> None:
+    kept = (a.src >= 0) & (a.dst >= 0)
+    src, dst = a.src[kept], a.dst[kept]
+    base, page_stride, _, num_pages = a.region
+    for offset, token_stride, nbytes in a.runs.tolist():
+        start = a.buffer.storage_offset() + base + offset
+        cells = a.buffer.as_strided((num_pages, a.page_size, nbytes), (page_stride, token_stride, 1), start)
+        cells[dst // a.page_size, dst % a.page_size] = cells[src // a.page_size, src % a.page_size]
+
+
+define(
+    "copy_slots",
+    "(Tensor(a!) buffer, Tensor src, Tensor dst, Tensor runs, SymInt page_size, SymInt[] region) -> ()",
+    CopySlots,
+    fake=lambda a: None,
+    cpu=_copy_slots_cpu,
+    cuda="pages.copy_slots",
+)

@@ -1,0 +1,172 @@
+"""``store_kv`` and ``load_kv``: token rows to their slots, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._common import (
+    bits,
+    define,
+    describe,
+    plane_view,
+    quantise,
+    require,
+    require_buffer,
+    require_device,
+    require_distinct,
+    require_in_range,
+    require_indices,
+    require_no_grad,
+    require_plane,
+    require_scale,
+    scale_value,
+)
+
+
+@dataclass(slots=True)
+class StoreKV:
+    """Arguments of ``pm_ops::store_kv``: rows ``[T, H, D]`` to ``slots [N]``, N <= T; rows past N are padding.
+
+    slot < 0 is skipped; slot >= capacity is never written (and refused where values are checked). Stored is
+    ``x / scale`` rounded to nearest even; fp8 saturates, NaN stays NaN. Where a slot is named twice, which row wins is
+    unspecified.
+    """
+
+    buffer: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    slots: Tensor
+    key_plane: Sequence[int] | None
+    value_plane: Sequence[int] | None
+    page_size: int
+    key_dtype: torch.dtype | None
+    value_dtype: torch.dtype | None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    key_scale_tensor: Tensor | None = None
+    value_scale_tensor: Tensor | None = None
+
+    def check(self) -> None:
+        require_no_grad("store_kv", key=self.key, value=self.value)
+        require_buffer(self.buffer)
+        require_indices("slots", self.slots, self.buffer)
+        require(
+            self.key is not None or self.value is not None,
+            lambda: "store_kv needs a key, a value, or both; got neither",
+        )
+        self._check_rows("key", self.key, self.key_plane, self.key_dtype)
+        self._check_rows("value", self.value, self.value_plane, self.value_dtype)
+        require_scale("key_scale", self.key_scale, self.key_scale_tensor, self.buffer)
+        require_scale("value_scale", self.value_scale, self.value_scale_tensor, self.buffer)
+
+    def _check_rows(
+        self, name: str, rows: Tensor | None, plane: Sequence[int] | None, dtype: torch.dtype | None
+    ) -> None:
+        if rows is None:
+            return
+        if plane is None or dtype is None:
+            raise ValueError(
+                f"{name} was given without {name}_plane and {name}_dtype; pass PagePool.geometry(layer, {name!r})"
+            )
+        require(
+            rows.dim() == 3 and rows.dtype.is_floating_point,
+            lambda: f"{name} must be floating point rows [tokens, heads, dim], got {describe(rows)}",
+        )
+        require_device(name, rows, self.buffer)
+        require(
+            self.slots.shape[0] <= rows.shape[0],
+            lambda: f"{self.slots.shape[0]} slots for {rows.shape[0]} {name} rows; there must be a row for every slot",
+        )
+        require_plane(name, self.buffer, plane, self.page_size, rows.shape[1], rows.shape[2], dtype)
+
+    def check_values(self) -> None:
+        for plane in (self.key_plane, self.value_plane):
+            if plane is not None:
+                require_in_range("slots", self.slots, plane[4] * self.page_size, "slots in the pool")
+        require_distinct("slots", self.slots)
+
+
+def _store_kv_cpu(a: StoreKV) -> None:
+    kept = (a.slots >= 0).nonzero().squeeze(1)
+    page, token = a.slots[kept] // a.page_size, a.slots[kept] % a.page_size
+    for rows, plane, dtype, scale in (
+        (a.key, a.key_plane, a.key_dtype, scale_value(a.key_scale, a.key_scale_tensor)),
+        (a.value, a.value_plane, a.value_dtype, scale_value(a.value_scale, a.value_scale_tensor)),
+    ):
+        if rows is not None and plane is not None and dtype is not None:
+            cells = plane_view(a.buffer, plane, a.page_size, rows.shape[1], rows.shape[2], dtype)
+            bits(cells)[page, token] = bits(quantise(rows[kept], dtype, scale))
+
+
+define(
+    "store_kv",
+    "(Tensor(a!) buffer, Tensor? key, Tensor? value, Tensor slots, SymInt[]? key_plane, SymInt[]? value_plane, "
+    "SymInt page_size, ScalarType? key_dtype, ScalarType? value_dtype, *, float key_scale=1.0, float value_scale=1.0, "
+    "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None) -> ()",
+    StoreKV,
+    fake=lambda a: None,
+    cpu=_store_kv_cpu,
+    cuda="store.store_kv",
+)
+
+
+@dataclass(slots=True)
+class LoadKV:
+    """Arguments of ``pm_ops::load_kv``: the rows of ``slots [N]`` of one plane, fresh ``[N, heads, dim]``.
+
+    Without ``out_dtype`` the stored elements, bit for bit (scales must then be 1); with it ``stored * scale`` in fp32,
+    cast to ``out_dtype``. slot < 0 gives a row of zeros.
+    """
+
+    buffer: Tensor
+    slots: Tensor
+    plane: Sequence[int]
+    page_size: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    scale: float = 1.0
+    scale_tensor: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        require_buffer(self.buffer)
+        require_indices("slots", self.slots, self.buffer)
+        require_plane("load_kv's", self.buffer, self.plane, self.page_size, self.heads, self.dim, self.dtype)
+        require_scale("scale", self.scale, self.scale_tensor, self.buffer)
+        require(
+            self.out_dtype is not None or (self.scale == 1.0 and self.scale_tensor is None),
+            lambda: f"load_kv with scale={self.scale} needs out_dtype; without it the stored elements come unscaled",
+        )
+
+    def check_values(self) -> None:
+        require_in_range("slots", self.slots, self.plane[4] * self.page_size, "slots in the pool")
+
+
+def _load_kv_fake(a: LoadKV) -> Tensor:
+    return a.buffer.new_empty((a.slots.shape[0], a.heads, a.dim), dtype=a.out_dtype or a.dtype)
+
+
+def _load_kv_cpu(a: LoadKV) -> Tensor:
+    cells = bits(plane_view(a.buffer, a.plane, a.page_size, a.heads, a.dim, a.dtype))
+    slots = a.slots.clamp(min=0)
+    found = cells[slots // a.page_size, slots % a.page_size]
+    found = torch.where((a.slots >= 0)[:, None, None], found, torch.zeros_like(found)).view(a.dtype)
+    if a.out_dtype is None:
+        return found
+    return (found.float() * scale_value(a.scale, a.scale_tensor)).to(a.out_dtype)
+
+
+define(
+    "load_kv",
+    "(Tensor buffer, Tensor slots, SymInt[] plane, SymInt page_size, SymInt heads, SymInt dim, ScalarType dtype, *, "
+    "float scale=1.0, Tensor? scale_tensor=None, ScalarType? out_dtype=None) -> Tensor",
+    LoadKV,
+    fake=_load_kv_fake,
+    cpu=_load_kv_cpu,
+    cuda="store.load_kv",
+)
