@@ -220,11 +220,15 @@ def _attend(a: Attention, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     logits = torch.where(visible, logits, -torch.inf)
     if a.sinks is not None:
         logits = torch.cat((logits, a.sinks.float()[:, None, None].expand(-1, n, 1)), -1)
-    lse = torch.logsumexp(logits, -1)
-    p = torch.exp(logits[..., : k.shape[0]] - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    seen = visible.view(a.kv_heads, group * n, -1).any(1)  # a key nobody sees: 0 * NaN must not leak
+    top = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((heads, n, 1), -torch.inf)
+    shift = torch.where(top == -torch.inf, 0.0, top)
+    p = torch.exp(logits - shift)
+    total = p.sum(-1, keepdim=True)
+    lse = (shift + torch.log(total)).squeeze(-1)
+    p = torch.where(total > 0, p / total, 0.0)[..., : k.shape[0]]
+    seen = visible.reshape(a.kv_heads, group * n, -1).any(1)  # a key nobody sees: 0 * NaN must not leak
     v = torch.where(seen[..., None], v.transpose(0, 1), 0.0)
-    out = (p.view(a.kv_heads, group * n, -1) @ v).view(heads, n, -1)
+    out = (p.reshape(a.kv_heads, group * n, -1) @ v).view(heads, n, -1)
     return out.transpose(0, 1), lse.transpose(0, 1)
 
 

@@ -1,0 +1,106 @@
+"""What every operator promises to torch: schema, fake, autograd, compile."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.library import opcheck
+from torch.utils._pytree import tree_leaves, tree_map
+
+import pm_ops  # noqa: F401  (registers the operators)
+from pm_ops.testing import sample_inputs
+
+MUTATING = ["store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots"]
+READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
+
+
+def op_of(name):
+    return getattr(torch.ops.pm_ops, name).default
+
+
+@pytest.mark.parametrize("name", MUTATING + READING)
+def test_opcheck_passes_all_four_tests_on_every_sample(name):
+    count = 0
+    for args, kwargs in sample_inputs(name):
+        results = opcheck(op_of(name), args, kwargs)
+        assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+        count += 1
+    assert count >= 9
+
+
+def test_every_operator_of_the_namespace_is_tested_here():
+    registered = {
+        n.removeprefix("pm_ops::").partition(".")[0]
+        for n in torch._C._dispatch_get_all_op_names()
+        if n.startswith("pm_ops::")
+    }
+    assert set(MUTATING + READING) <= registered
+    public = {n for n in registered if not n.startswith("_")}
+    assert public == set(MUTATING + READING)
+
+
+@pytest.mark.parametrize("name", MUTATING + READING)
+def test_only_the_buffer_is_declared_mutated_and_nothing_returned_aliases(name):
+    schema = op_of(name)._schema
+    mutated = [a.name for a in schema.arguments if a.alias_info is not None]
+    assert mutated == (["buffer"] if name in MUTATING else [])
+    assert all(r.alias_info is None for r in schema.returns)
+    assert bool(schema.returns) == (name in READING)
+
+
+@pytest.mark.parametrize("name", READING)
+def test_fake_with_symbolic_sizes_has_the_real_kernels_shapes_strides_and_dtypes(name):
+    for args, kwargs in sample_inputs(name):
+        real = tree_leaves(op_of(name)(*args, **kwargs))
+        env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=env)
+
+        def symbolic(x, mode=mode):
+            if not isinstance(x, torch.Tensor):
+                return x
+            sizes = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in x.shape]
+            return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+        fake_args, fake_kwargs = tree_map(symbolic, (args, kwargs))
+        with mode:
+            fake = tree_leaves(op_of(name)(*fake_args, **fake_kwargs))
+        for f, r in zip(fake, real, strict=True):
+            assert [int(n) for n in f.shape] == list(r.shape), (name, f.shape, r.shape)
+            assert [int(n) for n in f.stride()] == list(r.stride())
+            assert f.dtype == r.dtype and f.device == r.device
+
+
+def test_fake_keeps_the_token_count_symbolic():
+    """A new number of tokens must not specialise the graph."""
+    args, kwargs = next(s for s in sample_inputs("load_kv") if s[0][1].shape[0] > 2)
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    slots = mode.from_tensor(args[1], symbolic_context=context)
+    with mode:
+        out = op_of("load_kv")(mode.from_tensor(args[0]), slots, *args[2:], **kwargs)
+    assert isinstance(out.shape[0], torch.SymInt) and out.shape[0].node.expr == slots.shape[0].node.expr
+
+
+GRAD_INPUTS = {"store_kv": ("key", 1), "attention": ("query", 1), "merge_attention": ("lse_b", 3)}
+
+
+@pytest.mark.parametrize("name", GRAD_INPUTS)
+@pytest.mark.parametrize("fake", [False, True], ids=["kernel", "fake"])
+def test_an_input_that_needs_a_gradient_is_refused(name, fake):
+    argument, position = GRAD_INPUTS[name]
+    args, kwargs = list(sample_inputs(name))[-2]
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else torch.enable_grad():
+        args = list(args)
+        args[position] = torch.zeros_like(args[position], requires_grad=True)
+        with pytest.raises(RuntimeError, match=f"{argument} requires grad"):
+            op_of(name)(*args, **kwargs)
+        with torch.no_grad():
+            op_of(name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", [n for n in MUTATING + READING if n != "merge_attention"])
+def test_a_buffer_of_another_shape_is_refused(name):
+    args, kwargs = next(iter(sample_inputs(name)))
+    with pytest.raises(ValueError, match="1-D contiguous uint8"):
+        op_of(name)(args[0][: args[0].numel() // 2 * 2].view(2, -1), *args[1:], **kwargs)
