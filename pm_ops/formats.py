@@ -146,4 +146,6 @@ def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:
 
 
 def _round_up(n: int, multiple: int) -> int:
+    if multiple < 1:
+        raise ValueError(f"align={multiple}: give a number of bytes, 1 or more")
     return -(-n // multiple) * multiple

@@ -196,8 +196,7 @@ def draw(layout: PageLayout, max_rows: int = 14) -> str:
     rows.append((f"{layout.page_bytes}", "end", f"padding {padding} B" if padding else "no padding", ""))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     body = "\n".join(f"  {r[0]:>{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]}".rstrip() for r in rows)
-    tokens = f"{layout.page_size} token{'s' if layout.page_size != 1 else ''}"
-    head = f"{layout.name}: a page of {tokens}, {len(layout.layers)} layers, {layout.page_bytes} B"
+    head = f"{layout.name}: a page of {_tokens(layout.page_size)}, {len(layout.layers)} layers, {layout.page_bytes} B"
     return f"{head} ({layout.token_bytes} B a token)\n{body}"
 
 
@@ -214,11 +213,15 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def _tokens(n: int) -> str:
+    return f"{n} token" if n == 1 else f"{n} tokens"
+
+
 def _plane_row(p: Plane, page_size: int) -> tuple[str, str, str, str]:
     shape = " x ".join(map(str, p.shape))
     if p.token_stride is None:
         return f"{p.offset}", f"L{p.layer} {p.kind}", f"{shape} {dtype_name(p.dtype)}", "state"
-    span = f"{page_size} tokens x {shape} {dtype_name(p.dtype)}"
+    span = f"{_tokens(page_size)} x {shape} {dtype_name(p.dtype)}"
     return f"{p.offset}", f"L{p.layer} {p.kind}", span, f"strides: token {p.token_stride} B, head {p.head_stride} B"
 
 
@@ -251,6 +254,11 @@ def _merged(runs: Iterable[SlotRun]) -> list[SlotRun]:
 
 
 def _validate(layout: PageLayout) -> None:
+    numbers = [layout.page_size, layout.page_bytes]
+    for p in layout.planes:
+        numbers += [p.layer, p.offset, p.token_stride or 0, p.head_stride, *p.shape]
+    if not all(isinstance(n, int) for n in numbers):
+        raise ValueError(f"sizes, offsets and strides must be integers, got {numbers}")
     if layout.page_size < 1 or layout.page_bytes < 1 or not layout.planes:
         raise ValueError(
             f"a layout needs page_size >= 1, page_bytes >= 1 and at least one plane; got page_size="

@@ -1,0 +1,37 @@
+# make demo            set up .venv (first time only) and run the quickstart; ARGS are its arguments, such as ARGS=--json
+# make test            all tests that need no GPU and no other engine
+# make test-engines    byte identity against the files of SGLang and vLLM, fetched from the package registry
+# make gpu-test        the tests marked gpu, with the current python3 if its torch sees a GPU
+# make lint            ruff and mypy
+#
+# VENV=DIR names another environment, PYTHON=python3.12 the interpreter it is made from, PIP_ARGS more options of pip.
+# VENV= (empty) installs nothing and uses PYTHON as it is: make demo VENV= PYTHON=python3
+.POSIX:
+
+VENV = .venv
+PYTHON =
+PIP_ARGS =
+ARGS =
+WORKERS = 2
+
+RUN = VENV='$(VENV)' PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' sh requirements/run.sh
+# One thread a worker: small tensors, and the cores are taken by the workers.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest
+
+demo:
+	@$(RUN) examples/quickstart.py $(ARGS)
+
+test:
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not gpu and not engines' $(ARGS)
+
+test-engines:
+	@PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' $(ARGS)
+
+gpu-test:
+	@$(RUN) --cuda -m pytest -m gpu $(ARGS)
+
+lint:
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+
+.PHONY: demo test test-engines gpu-test lint

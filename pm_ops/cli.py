@@ -1,0 +1,154 @@
+"""The command ``pm-ops``: ``pm-ops inspect`` prints the page that a model's cache would have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .formats import VLLM_ORDERS, page_major, token_major, vllm
+from .layout import PageLayout, draw, dtype_name, dtype_of
+from .model_config import ModelShape, read_model_config
+from .ops._common import PLANE_DTYPES
+
+FORMATS = ("page_major", "token_major", *VLLM_ORDERS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. Bad input ends with status 2 and one line saying what is wrong."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except ValueError as error:
+        print(f"pm-ops {options.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Print a layout: its planes, bytes a token and a page, and the copies that moving a page takes."""
+    shape = _shape(options)
+    layout = _layout(options.format, shape, options.page_size)
+    if options.json:
+        print(json.dumps(_record(layout, shape)))
+        return
+    for name, value in _read(shape).items():
+        print(f"{name:<10} {value:<12} {shape.origin[name]}")
+    for note in shape.notes:
+        print(f"note: {note}")
+    print(f"\n{draw(layout, len(layout.planes) if options.all else 14)}\n")
+    print(f"one token               {_size(layout.token_bytes)} over all layers")
+    print(f"one page                {_size(layout.page_bytes)}")
+    print(f"copies to move a page   {layout.copies_per_page_layer_major} layer-major, 1 page-major")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pm-ops", description="Page-major KV caches.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "inspect",
+        help="print the page that a model's cache would have",
+        description="Print the page that a model's cache would have. Flags go before what the configuration says.",
+    )
+    command.add_argument("config", nargs="?", help="a config.json as transformers writes it, or its folder")
+    command.add_argument("--layers", type=int, help="layers with a cache")
+    command.add_argument("--kv-heads", type=int)
+    command.add_argument("--head-dim", type=int)
+    command.add_argument("--value-dim", type=int, help="where V rows differ from K rows (default: head dim)")
+    command.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
+    names = ", ".join(map(dtype_name, PLANE_DTYPES))
+    command.add_argument("--dtype", help=f"of the cache: {names} (default: the model's own, or bfloat16)")
+    command.add_argument("--format", choices=FORMATS, default="page_major", help="(default: page_major)")
+    command.add_argument("--all", action="store_true", help="draw every plane, also of deep models")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    command.set_defaults(run=inspect)
+    return parser
+
+
+def _shape(options: argparse.Namespace) -> ModelShape:
+    """The model's shape: from the configuration if there is one, with the flags put in."""
+    flags = {name: getattr(options, name) for name in ("layers", "kv_heads", "head_dim", "value_dim")}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    dtype = _dtype(options.dtype) if options.dtype else None
+    if options.config:
+        shape = read_model_config(options.config)
+        if "head_dim" in given and shape.origin["value_dim"] == "as head_dim":
+            given.setdefault("value_dim", given["head_dim"])
+    else:
+        missing = [f"--{name.replace('_', '-')}" for name in ("layers", "kv_heads", "head_dim") if name not in given]
+        if missing:
+            raise ValueError(f"without a config.json the flags {', '.join(missing)} are needed")
+        given.setdefault("value_dim", given["head_dim"])
+        shape = ModelShape(**given, dtype=None, origin={"value_dim": "as head_dim", "dtype": ""})
+    origin = dict(shape.origin)
+    origin |= {name: f"--{name.replace('_', '-')}" for name in given if flags[name] is not None}
+    if dtype is not None:
+        origin["dtype"] = "--dtype"
+    elif shape.dtype is None:
+        origin["dtype"] = "not given, assumed"
+    dtype = dtype or _dtype(dtype_name(shape.dtype or torch.bfloat16))
+    return replace(shape, **given, dtype=dtype, origin=origin)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = dtype_of(name)
+    if dtype not in PLANE_DTYPES:
+        names = ", ".join(map(dtype_name, PLANE_DTYPES))
+        raise ValueError(f"a cache of {name} is not supported; --dtype may be {names}")
+    return dtype
+
+
+def _layout(name: str, shape: ModelShape, page_size: int) -> PageLayout:
+    assert shape.dtype is not None
+    if name not in VLLM_ORDERS:
+        make = page_major if name == "page_major" else token_major
+        value_dim = shape.value_dim
+        return make(shape.layers, shape.kv_heads, shape.head_dim, page_size, shape.dtype, value_dim=value_dim)
+    if not isinstance(shape.kv_heads, int):
+        raise ValueError(f"--format {name} needs layers that are all alike; use page_major or token_major")
+    args = (shape.layers, shape.kv_heads, shape.head_dim, page_size, shape.dtype)
+    return vllm(*args, name, value_dim=shape.value_dim)
+
+
+def _read(shape: ModelShape) -> dict[str, Any]:
+    assert shape.dtype is not None
+    heads = shape.kv_heads if isinstance(shape.kv_heads, int) else list(shape.kv_heads)
+    return {
+        "layers": shape.layers,
+        "kv_heads": heads if isinstance(heads, int) else f"{min(heads)}-{max(heads)}",
+        "head_dim": shape.head_dim,
+        "value_dim": shape.value_dim,
+        "dtype": dtype_name(shape.dtype),
+    }
+
+
+def _record(layout: PageLayout, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "model": {**_read(shape), "kv_heads": shape.kv_heads},
+        "read_from": dict(shape.origin),
+        "notes": list(shape.notes),
+        "page_size": layout.page_size,
+        "token_bytes": layout.token_bytes,
+        "page_bytes": layout.page_bytes,
+        "copies_per_page_layer_major": layout.copies_per_page_layer_major,
+        "copies_per_page_page_major": 1,
+        "fingerprint": layout.fingerprint,
+        "layout": json.loads(layout.to_json()),
+    }
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes} B ({nbytes / scale:.4g} {unit})"
+    return f"{nbytes} B"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

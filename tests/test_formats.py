@@ -1,0 +1,136 @@
+"""The named formats follow their formulas, written out here independently of the code."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import pm_ops
+
+
+def addresses(layout: pm_ops.PageLayout, layer: int, kind: str) -> dict[tuple[int, int, int], int]:
+    """Byte of every element (token, head, d) of a plane, from its offset and strides."""
+    plane = layout.plane(layer, kind)
+    heads, dim = plane.shape
+    assert plane.token_stride is not None
+    return {
+        (t, h, d): plane.offset + t * plane.token_stride + h * plane.head_stride + d * plane.dtype.itemsize
+        for t, h, d in itertools.product(range(layout.page_size), range(heads), range(dim))
+    }
+
+
+def test_page_major_puts_layer_after_layer_each_k_before_v() -> None:
+    layers, heads, key_dim, value_dim, page_size, item = 3, 2, 5, 3, 4, 2
+    layout = pm_ops.page_major(layers, heads, key_dim, page_size, torch.bfloat16, value_dim=value_dim)
+    for layer in range(layers):
+        start = layer * page_size * heads * (key_dim + value_dim) * item
+        for (t, h, d), byte in addresses(layout, layer, "key").items():
+            assert byte == start + ((t * heads + h) * key_dim + d) * item
+        start += page_size * heads * key_dim * item
+        for (t, h, d), byte in addresses(layout, layer, "value").items():
+            assert byte == start + ((t * heads + h) * value_dim + d) * item
+    assert layout.page_bytes == layers * page_size * heads * (key_dim + value_dim) * item
+
+
+def test_token_major_puts_token_after_token_padded_to_32_bytes() -> None:
+    layers, heads, key_dim, value_dim, page_size, item = 3, 2, 5, 3, 4, 4
+    layout = pm_ops.token_major(layers, heads, key_dim, page_size, torch.float32, value_dim=value_dim)
+    used = layers * heads * (key_dim + value_dim) * item
+    entry = used + -used % 32
+    assert used == 192
+    for layer in range(layers):
+        start = layer * heads * (key_dim + value_dim) * item
+        for (t, h, d), byte in addresses(layout, layer, "key").items():
+            assert byte == t * entry + start + (h * key_dim + d) * item
+        for (t, h, d), byte in addresses(layout, layer, "value").items():
+            assert byte == t * entry + start + (heads * key_dim + h * value_dim + d) * item
+    assert layout.page_bytes == page_size * entry
+
+
+def test_token_major_entry_of_odd_size_is_padded() -> None:
+    layout = pm_ops.token_major(1, 1, 3, 2, torch.float16)
+    assert layout.token_bytes == 12
+    assert layout.page_bytes == 2 * 32
+    assert layout.plane(0, "value").offset == 6
+
+
+@pytest.mark.parametrize("order", ["BLNHC", "BLHNC", "BHLNC"])
+def test_vllm_puts_k_and_v_of_one_token_and_head_side_by_side(order: str) -> None:
+    sizes = {"L": 3, "H": 2, "N": 4}
+    dim, item = 5, 2
+    layout = pm_ops.vllm(sizes["L"], sizes["H"], dim, sizes["N"], torch.float16, order)
+    for layer in range(sizes["L"]):
+        for kind, shift in (("key", 0), ("value", dim)):
+            for (t, h, d), byte in addresses(layout, layer, kind).items():
+                index = {"L": layer, "H": h, "N": t}
+                row = 0
+                for axis in order[1:4]:
+                    row = row * sizes[axis] + index[axis]
+                assert byte == (row * 2 * dim + shift + d) * item
+    assert layout.page_bytes == 3 * 2 * 4 * 2 * dim * item
+
+
+def test_page_major_equals_token_major_at_page_size_1_up_to_padding() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        shape = {
+            "layers": rng.randint(1, 6),
+            "kv_heads": rng.randint(1, 8),
+            "head_dim": rng.randint(1, 200),
+            "value_dim": rng.randint(1, 200),
+            "page_size": 1,
+            "dtype": rng.choice((torch.float32, torch.bfloat16, torch.float8_e5m2)),
+        }
+        page, token = pm_ops.page_major(**shape), pm_ops.token_major(**shape)
+        for layer in range(shape["layers"]):
+            for kind in ("key", "value"):
+                assert addresses(page, layer, kind) == addresses(token, layer, kind)
+        assert token.page_bytes == -(-page.page_bytes // 32) * 32
+        assert page.page_runs == token.page_runs
+        assert pm_ops.token_major(**shape, align=1).page_bytes == page.page_bytes
+
+
+def test_layers_may_differ_in_heads_dims_and_dtype() -> None:
+    layout = pm_ops.page_major(
+        3, [4, 1, 2], [8, 16, 4], 2, [torch.float16, torch.float32, torch.float8_e4m3fn], value_dim=[8, 4, 4]
+    )
+    sizes = {(p.layer, p.kind): 2 * p.shape[0] * p.shape[1] * p.dtype.itemsize for p in layout.planes}
+    assert sizes == {
+        (0, "key"): 128, (0, "value"): 128, (1, "key"): 128, (1, "value"): 32, (2, "key"): 16, (2, "value"): 16
+    }  # fmt: skip
+    offsets = [layout.plane(layer, kind).offset for layer in range(3) for kind in ("key", "value")]
+    assert offsets == [0, 128, 256, 384, 416, 432]
+    assert layout.page_bytes == 448
+
+
+def test_align_starts_every_plane_and_ends_the_page_on_the_boundary() -> None:
+    layout = pm_ops.page_major(2, 1, 3, 5, torch.float16, align=64)
+    assert [p.offset for p in layout.planes] == [0, 64, 128, 192]
+    assert layout.page_bytes == 256
+    assert layout.token_bytes == 2 * 2 * 6
+
+
+def test_a_list_of_the_wrong_length_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="kv_heads has 2 values for 3 layers"):
+        pm_ops.page_major(3, [1, 2], 8, 4, torch.float32)
+
+
+def test_an_unknown_vllm_order_is_refused_with_the_supported_ones() -> None:
+    with pytest.raises(ValueError, match="'LBHNC'.*BLNHC, BLHNC, BHLNC"):
+        pm_ops.vllm(2, 2, 8, 4, torch.float32, "LBHNC")
+
+
+@pytest.mark.parametrize("bad", [{"layers": 0}, {"kv_heads": 0}, {"head_dim": -8}, {"page_size": 0}])
+@pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major, pm_ops.vllm])
+def test_sizes_below_one_are_refused(make, bad: dict[str, int]) -> None:
+    shape = {"layers": 2, "kv_heads": 2, "head_dim": 8, "page_size": 4, "dtype": torch.float32}
+    with pytest.raises(ValueError, match=r"page_size >= 1|must be positive"):
+        make(**{**shape, **bad})
+
+
+@pytest.mark.parametrize("align", [0, -16])
+@pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major])
+def test_an_alignment_below_one_is_refused(make, align: int) -> None:
+    with pytest.raises(ValueError, match=f"align={align}"):
+        make(2, 2, 8, 4, torch.float32, align=align)
