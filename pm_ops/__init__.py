@@ -11,14 +11,9 @@ from .allocator import PageAllocator
 from .formats import page_major, token_major, vllm
 from .functional import (
     attention,
-    copy_pages,
-    copy_slots,
-    gather_pages,
     load_kv,
     merge_attention,
-    scatter_pages,
     store_kv,
-    zero_pages,
 )
 from .layout import PageLayout, Plane
 from .pool import PagePool
@@ -31,16 +26,11 @@ __all__ = [
     "PagePool",
     "Plane",
     "attention",
-    "copy_pages",
-    "copy_slots",
-    "gather_pages",
     "load_kv",
     "merge_attention",
     "ops",
     "page_major",
-    "scatter_pages",
     "store_kv",
     "token_major",
     "vllm",
-    "zero_pages",
 ]

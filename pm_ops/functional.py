@@ -1,7 +1,8 @@
 """The operators as people call them: with a pool and a layer instead of buffers and byte strides.
 
 Each function only fills in the pool's geometry; ``torch.ops.pm_ops.<name>`` is the same operator with ints, for
-compiler passes and engines. Eager or compiled, CPU or CUDA.
+compiler passes and engines. Eager or compiled, CPU or CUDA. The page verbs are methods of :class:`PagePool`. In
+compiled code give scales as device tensors: each float is a graph of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pool import PagePool
+from .pool import PagePool, PoolPlane
 
 Scale = float | Tensor
 
@@ -37,19 +38,10 @@ def store_kv(
         ValueError: shapes, dtypes or devices do not fit; on CPU also an index out of range or named twice.
         RuntimeError: an input requires grad.
     """
-    planes = [_plane(pool, layer, kind, rows) for kind, rows in (("key", key), ("value", value))]
-    torch.ops.pm_ops.store_kv(
-        pool.buffer,
-        key,
-        value,
-        slots,
-        planes[0][0],
-        planes[1][0],
-        pool.page_size,
-        planes[0][1],
-        planes[1][1],
-        **_scales(key_scale, value_scale),
-    )
+    key_plane, key_dtype = _rows_plane(pool, layer, "key", key)
+    value_plane, value_dtype = _rows_plane(pool, layer, "value", value)
+    args = (pool.buffer, key, value, slots, key_plane, value_plane, pool.page_size, key_dtype, value_dtype)
+    torch.ops.pm_ops.store_kv(*args, *_scale_arguments(key_scale, value_scale))
 
 
 def load_kv(
@@ -65,20 +57,10 @@ def load_kv(
 
     Without ``out_dtype`` the stored elements, bit for bit; with it ``stored * scale``, cast.
     """
-    plane = pool.layout.plane(layer, kind)
-    heads, dim = plane.shape
-    number, tensor = _scale(scale)
+    geometry, heads, dim, dtype = _plane(pool, layer, kind)
+    number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     return torch.ops.pm_ops.load_kv(
-        pool.buffer,
-        slots,
-        pool.geometry(layer, kind),
-        pool.page_size,
-        heads,
-        dim,
-        plane.dtype,
-        scale=number,
-        scale_tensor=tensor,
-        out_dtype=out_dtype,
+        pool.buffer, slots, geometry, pool.page_size, heads, dim, dtype, number, tensor, out_dtype
     )
 
 
@@ -103,36 +85,62 @@ def attention(
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ``query [Tq, Hq, Dk]`` over the layer's pages: decode, prefill and mixed batches.
+    """Attention over the layer's pages: decode, prefill and mixed batches in one call.
 
-    ``softmax_scale`` defaults to ``Dk ** -0.5``. The other arguments, and what each row promises, are those of
-    :class:`pm_ops.ops.attention.Attention`. Returns ``out [Tq, Hq, Dv]``, or ``(out, lse)`` with ``return_lse``.
+    Args:
+        query: ``[Tq, Hq, Dk]``, any strides; Hq is a multiple of the layer's KV heads.
+        page_table: int32 or int64 ``[B, W]``, physical page ids.
+        seq_lens: int32 or int64 ``[B]``, keys of each sequence, those of this step included.
+        query_start: ``[B + 1]``, cumulative query tokens from 0 on; None: every sequence has ``Tq / B``, a decode step
+            one. Rows past the last sequence are padding.
+        softmax_scale: default ``Dk ** -0.5``.
+        causal: aligned bottom right: a sequence's last query sees its last key.
+        window: 0, or how many keys a query sees, itself included.
+        softcap: 0, or ``c`` in ``c * tanh(logit / c)``.
+        sinks, alibi_slopes: ``[Hq]``.
+        bias: bool (True: visible) or floating point ``[B or 1, Hq or 1, Lq or 1, S]``.
+        key_scale, value_scale: as in :func:`store_kv`.
+        max_query_len: 0, or an upper bound of one sequence's query tokens, a hint.
+        return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
+        impl: ``"auto"``, ``"triton"`` or ``"reference"``.
+
+    Returns ``out [Tq, Hq, Dv]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf. Each argument's exact
+    meaning, and what may influence a row, is in :class:`pm_ops.ops.attention.Attention`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; on CPU also lengths or page ids out of range.
+        RuntimeError: an input requires grad.
     """
-    key, value = pool.layout.plane(layer, "key"), pool.layout.plane(layer, "value")
+    key, value = _plane(pool, layer, "key"), _plane(pool, layer, "value")
+    if query.shape[-1] != key.dim or value.heads != key.heads:
+        raise ValueError(
+            f"query is {list(query.shape)}; layer {layer} has keys of {key.heads} heads x {key.dim} and values of "
+            f"{value.heads} heads x {value.dim}: query's last axis must be the key's, and their heads must be equal"
+        )
     out, lse = torch.ops.pm_ops.attention(
         pool.buffer,
         query,
         page_table,
         seq_lens,
         query_start,
-        pool.geometry(layer, "key"),
-        pool.geometry(layer, "value"),
+        key.geometry,
+        value.geometry,
         pool.page_size,
-        key.shape[0],
-        value.shape[1],
+        key.heads,
+        value.dim,
         key.dtype,
         value.dtype,
-        softmax_scale=key.shape[1] ** -0.5 if softmax_scale is None else softmax_scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        **_scales(key_scale, value_scale),
-        max_query_len=max_query_len,
-        return_lse=return_lse,
-        impl=impl,
+        key.dim**-0.5 if softmax_scale is None else softmax_scale,
+        causal,
+        window,
+        softcap,
+        sinks,
+        alibi_slopes,
+        bias,
+        *_scale_arguments(key_scale, value_scale),
+        max_query_len,
+        return_lse,
+        impl,
     )
     return (out, lse) if return_lse else out
 
@@ -145,51 +153,31 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     return torch.ops.pm_ops.merge_attention(out_a, lse_a, out_b, lse_b)
 
 
-def copy_pages(pool: PagePool, src: Tensor, dst: Tensor) -> None:
-    """Copy pages onto pages, every layer; overlapping lists behave as gather, then scatter."""
-    pool.copy(src, dst)
+def _plane(pool: PagePool, layer: int, kind: str) -> PoolPlane:
+    if kind in pool.scaled_kinds:
+        raise ValueError(
+            f"this layout keeps a scale for each token and head in '{kind}_scale' planes; these operators take one "
+            "scale a tensor. Use a layout without scale planes and pass key_scale= and value_scale="
+        )
+    return pool.plane(layer, kind)
 
 
-def zero_pages(pool: PagePool, pages: Tensor) -> None:
-    """Fill pages with zero bytes."""
-    pool.zero(pages)
-
-
-def gather_pages(pool: PagePool, pages: Tensor) -> Tensor:
-    """Fresh uint8 ``[n, page_bytes]``, one row a page."""
-    return pool.gather(pages)
-
-
-def scatter_pages(pool: PagePool, rows: Tensor, pages: Tensor) -> None:
-    """Write rows of :func:`gather_pages` to pages."""
-    pool.scatter(pages, rows)
-
-
-def copy_slots(pool: PagePool, src: Tensor, dst: Tensor) -> None:
-    """Copy token slots onto token slots, every token plane of every layer."""
-    pool.copy_slots(src, dst)
-
-
-def _plane(pool: PagePool, layer: int, kind: str, rows: Tensor | None) -> tuple[list[int] | None, torch.dtype | None]:
+def _rows_plane(
+    pool: PagePool, layer: int, kind: str, rows: Tensor | None
+) -> tuple[list[int] | None, torch.dtype | None]:
+    """A plane's geometry and dtype for rows to store; None for no rows."""
     if rows is None:
         return None, None
-    plane = pool.layout.plane(layer, kind)
-    if tuple(rows.shape[1:]) != plane.shape:
+    plane = _plane(pool, layer, kind)
+    if rows.dim() != 3 or rows.shape[1] != plane.heads or rows.shape[2] != plane.dim:
         raise ValueError(
-            f"{kind} rows are {list(rows.shape)}, layer {layer} holds [tokens, {plane.shape[0]}, {plane.shape[1]}]"
+            f"{kind} rows are {list(rows.shape)}, layer {layer} holds [tokens, {plane.heads}, {plane.dim}]"
         )
-    return pool.geometry(layer, kind), plane.dtype
+    return plane.geometry, plane.dtype
 
 
-def _scale(scale: Scale) -> tuple[float, Tensor | None]:
-    return (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
-
-
-def _scales(key_scale: Scale, value_scale: Scale) -> dict[str, float | Tensor | None]:
-    (key, key_tensor), (value, value_tensor) = _scale(key_scale), _scale(value_scale)
-    return {
-        "key_scale": key,
-        "value_scale": value,
-        "key_scale_tensor": key_tensor,
-        "value_scale_tensor": value_tensor,
-    }
+def _scale_arguments(key_scale: Scale, value_scale: Scale) -> tuple[float, float, Tensor | None, Tensor | None]:
+    """Floats and device tensors, in the schemas' order; a float goes with no tensor, a tensor with 1.0."""
+    key, key_tensor = (1.0, key_scale) if isinstance(key_scale, Tensor) else (key_scale, None)
+    value, value_tensor = (1.0, value_scale) if isinstance(value_scale, Tensor) else (value_scale, None)
+    return key, value, key_tensor, value_tensor

@@ -132,6 +132,11 @@ class PageLayout:
         return tuple(p.kind for p in sorted(self.planes, key=lambda p: p.offset) if p.layer == layer)
 
     @cached_property
+    def scaled_kinds(self) -> frozenset[str]:
+        """Kinds that have a scale plane beside them in some layer: ``"key"`` where there is a ``"key_scale"``."""
+        return frozenset(p.kind.removesuffix("_scale") for p in self.planes if p.kind.endswith("_scale"))
+
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of data of one token over all layers, without padding and without state planes."""
         return sum(p.nbytes for p in self.planes if p.token_stride is not None)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .allocator import PageAllocator
-from .layout import PageLayout, dtype_name
+from .layout import PageLayout, Plane, dtype_name
+from .ops._common import plane_view
+from .ops.pages import page_view
+
+
+class PoolPlane(NamedTuple):
+    """A token plane of a pool, as the operators take it."""
+
+    geometry: list[int]
+    """``[offset, page_stride, token_stride, head_stride, num_pages]``, in bytes; offset includes the pool's base."""
+    heads: int
+    dim: int
+    dtype: torch.dtype
 
 
 class PagePool:
@@ -17,11 +31,13 @@ class PagePool:
     Args:
         layout: the page's geometry.
         num_pages: pages of the pool.
-        device: where a new buffer is allocated; zero-filled, so that a slot never written reads as zeros.
+        device: where a new buffer is allocated (default: CPU), zero-filled, so that a slot never written reads as
+            zeros.
         buffer: use this 1-D contiguous uint8 tensor with storage offset 0 instead (several pools may share one).
         base: bytes from the buffer's start to page 0.
         page_stride: bytes from one page to the next; default ``layout.page_bytes``.
         reserve_null: keep page 0 out of the allocator, as a sink for padding.
+        allocator: share another pool's allocator, for pools that lie in the same pages.
 
     Raises:
         ValueError: the buffer is of another kind or too small, or base and stride do not fit the layout's dtypes.
@@ -31,24 +47,37 @@ class PagePool:
         self,
         layout: PageLayout,
         num_pages: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         *,
         buffer: Tensor | None = None,
         base: int = 0,
         page_stride: int | None = None,
         reserve_null: bool = False,
+        allocator: PageAllocator | None = None,
     ) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.base = base
         self.page_stride = layout.page_bytes if page_stride is None else page_stride
-        self.allocator = PageAllocator(num_pages, reserve_null=reserve_null)
+        self.reserve_null = reserve_null
         self._check_geometry()
         end = base + (num_pages - 1) * self.page_stride + layout.page_bytes
-        self.buffer = torch.zeros(end, dtype=torch.uint8, device=device) if buffer is None else _checked(buffer, end)
-        self._geometry = {(p.layer, p.kind): self._plane_geometry(p.layer, p.kind) for p in layout.planes}
+        if buffer is None:
+            buffer = torch.zeros(end, dtype=torch.uint8, device=device or "cpu")
+        else:
+            _check_buffer(buffer, end, device)
+        self.buffer = buffer
+        if allocator is not None:
+            self.allocator = allocator
+        self._even = {p.kind: _even(layout, p.kind) for p in layout.planes}
+        self.scaled_kinds = layout.scaled_kinds
         self.slot_runs = torch.tensor(layout.slot_runs, dtype=torch.int64, device=self.device).reshape(-1, 3)
-        """``[R, 3]`` int64 on the pool's device: ``layout.slot_runs``, as :func:`pm_ops.copy_slots` takes them."""
+        """``[R, 3]`` int64 on the pool's device: ``layout.slot_runs``, as the operator ``copy_slots`` takes them."""
+
+    @cached_property
+    def allocator(self) -> PageAllocator:
+        """Which pages are in use; made at the first look."""
+        return PageAllocator(self.num_pages, reserve_null=self.reserve_null)
 
     @property
     def device(self) -> torch.device:
@@ -70,13 +99,18 @@ class PagePool:
         """``[base, page_stride, page_bytes, num_pages]``, in bytes: the page operators' argument."""
         return [self.base, self.page_stride, self.layout.page_bytes, self.num_pages]
 
-    def geometry(self, layer: int, kind: str) -> list[int]:
-        """``[offset, page_stride, token_stride, head_stride, num_pages]``, in bytes: the token operators' argument.
+    def plane(self, layer: int, kind: str) -> PoolPlane:
+        """A token plane as the operators take it. Raises ValueError for a plane that is not there, or is a state."""
+        plane, step = self._located(layer, kind)
+        if plane.token_stride is None:
+            raise ValueError(f"plane {kind!r} of layer {layer} is a state: it has no token slots")
+        heads, dim = plane.shape
+        return PoolPlane(self._geometry(plane, layer * step), heads, dim, plane.dtype)
 
-        ``offset`` includes the pool's base. A state plane's token stride is 0.
-        """
-        found = self._geometry.get((layer, kind))
-        return list(found) if found is not None else self._plane_geometry(layer, kind)
+    def geometry(self, layer: int, kind: str) -> list[int]:
+        """``[offset, page_stride, token_stride, head_stride, num_pages]`` of any plane; a state's token stride is 0."""
+        plane, step = self._located(layer, kind)
+        return self._geometry(plane, layer * step)
 
     def view(self, layer: int, kind: str) -> Tensor:
         """A plane as a typed strided view ``[num_pages, page_size, heads, dim]``; writes go through.
@@ -84,22 +118,17 @@ class PagePool:
         A state plane gives ``[num_pages, *shape]``.
         """
         plane = self.layout.plane(layer, kind)
-        item = plane.dtype.itemsize
-        inner = [1]
-        for size in reversed(plane.shape[2:]):
-            inner.insert(0, inner[0] * size)
-        shape = [self.num_pages, *plane.shape]
-        strides = [self.page_stride // item, plane.head_stride // item, *inner[: len(plane.shape) - 1]]
         if plane.token_stride is not None:
-            shape.insert(1, self.page_size)
-            strides.insert(1, plane.token_stride // item)
-        typed = self.buffer[: self.buffer.numel() // item * item].view(plane.dtype)
-        return typed.as_strided(shape, strides, (self.base + plane.offset) // item)
+            heads, dim = plane.shape
+            return plane_view(self.buffer, self.geometry(layer, kind), self.page_size, heads, dim, plane.dtype)
+        row = plane.row_bytes // plane.dtype.itemsize
+        rows = plane_view(self.buffer, self.geometry(layer, kind), 1, plane.shape[0], row, plane.dtype)
+        return rows[:, 0].unflatten(2, plane.shape[1:] or (1,)).view(self.num_pages, *plane.shape)
 
     @property
     def pages(self) -> Tensor:
         """The pool as uint8 ``[num_pages, page_bytes]``, a view: row ``i`` is page ``i``."""
-        return self.buffer.as_strided((self.num_pages, self.layout.page_bytes), (self.page_stride, 1), self.base)
+        return page_view(self.buffer, self.region)
 
     def gather(self, pages: Tensor | Sequence[int]) -> Tensor:
         """Fresh uint8 ``[n, page_bytes]``: every layer of these pages, one row each. Page < 0 gives zeros."""
@@ -133,15 +162,27 @@ class PagePool:
         size = f"{self.num_pages} pages of {self.layout.page_bytes} B"
         return f"PagePool({self.layout.name}, {size}, {self.page_size} tokens a page, {self.device})"
 
-    def _plane_geometry(self, layer: int, kind: str) -> list[int]:
-        plane = self.layout.plane(layer, kind)
-        token_stride = plane.token_stride or 0
-        return [self.base + plane.offset, self.page_stride, token_stride, plane.head_stride, self.num_pages]
+    def _located(self, layer: int, kind: str) -> tuple[Plane, int]:
+        """A plane, and the bytes to add to its offset for each layer.
+
+        Where the layers are alike this is layer 0's plane and a step, so that compiled code keeps the layer as a
+        number, and one graph serves all layers.
+        """
+        even = self._even.get(kind)
+        if even is not None and 0 <= layer < len(self.layout.layers):
+            return even
+        return self.layout.plane(layer, kind), 0
+
+    def _geometry(self, plane: Plane, shift: int) -> list[int]:
+        offset = self.base + plane.offset + shift
+        return [offset, self.page_stride, plane.token_stride or 0, plane.head_stride, self.num_pages]
 
     def _ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         return ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.int64, device=self.device)
 
     def _check_geometry(self) -> None:
+        if self.num_pages < 1 + self.reserve_null:
+            raise ValueError(f"num_pages={self.num_pages} leaves no page to hand out; need {1 + self.reserve_null}")
         if self.page_stride < self.layout.page_bytes or self.base < 0:
             raise ValueError(
                 f"base={self.base}, page_stride={self.page_stride}: base must not be negative, and pages of "
@@ -155,7 +196,21 @@ class PagePool:
                 )
 
 
-def _checked(buffer: Tensor, end: int) -> Tensor:
+def _even(layout: PageLayout, kind: str) -> tuple[Plane, int] | None:
+    """Layer 0's plane and the bytes from one layer's to the next, where all layers have alike, evenly spaced ones."""
+    planes = sorted((p for p in layout.planes if p.kind == kind), key=lambda p: p.layer)
+    first = planes[0]
+    step = planes[1].offset - first.offset if len(planes) > 1 else 0
+    like = (first.token_stride, first.head_stride, first.shape, first.dtype)
+    for layer, p in enumerate(planes):
+        if p.layer != layer or p.offset != first.offset + layer * step:
+            return None
+        if (p.token_stride, p.head_stride, p.shape, p.dtype) != like:
+            return None
+    return (first, step) if len(planes) == len(layout.layers) else None
+
+
+def _check_buffer(buffer: Tensor, end: int, device: torch.device | str | None) -> None:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.storage_offset():
         raise ValueError(
             f"buffer must be a 1-D contiguous uint8 tensor with storage offset 0, got {dtype_name(buffer.dtype)} "
@@ -164,4 +219,5 @@ def _checked(buffer: Tensor, end: int) -> Tensor:
         )
     if buffer.numel() < end:
         raise ValueError(f"buffer holds {buffer.numel()} bytes, the pool's pages end at byte {end}")
-    return buffer
+    if device is not None and torch.device(device).type != buffer.device.type:
+        raise ValueError(f"device={device} but the buffer is on {buffer.device}; leave device out")

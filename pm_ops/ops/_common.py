@@ -20,6 +20,7 @@ from ..layout import dtype_name
 
 PLANE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+INDEX_DTYPES = (torch.int32, torch.int64)
 CHECKS = os.environ.get("PM_OPS_CHECKS", "0") not in ("", "0")
 """Whether index *values* are checked on CUDA too, by device asserts (environment variable ``PM_OPS_CHECKS=1``)."""
 
@@ -29,19 +30,19 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Arguments(Protocol):
-    """An operator's arguments, as a dataclass in the schema's order and with its defaults."""
+    """An operator's arguments: a dataclass with the schema's names, order and defaults."""
 
     def check(self) -> None:
         """Refuse bad shapes, dtypes and devices with a ValueError; needs no data, so fakes run it too."""
 
     def check_values(self) -> None:
-        """Refuse bad index values. Runs on CPU always, on CUDA with ``PM_OPS_CHECKS=1``."""
+        """Refuse bad index values with a ValueError. Runs on CPU always, on CUDA with ``PM_OPS_CHECKS=1``."""
 
 
 def define(
     name: str,
     signature: str,
-    arguments: Callable[..., Any],
+    arguments: Callable[..., Arguments],
     *,
     fake: Callable[[Any], Any],
     cpu: Callable[[Any], Any],
@@ -102,16 +103,30 @@ def kernel(path: str) -> Callable[[Any], Any]:
     return launch
 
 
+# The checks. What can never be symbolic (dtype, rank, device) is a plain ``raise``; a condition on sizes goes through
+# ``require``, under which a symbolic one becomes a guard or a run-time assert. Written for few calls: they are most of
+# an eager call's host time.
+
+
 def require(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
-    """Raise ValueError unless the condition holds; a symbolic condition becomes a guard, or a run-time assert."""
+    """Raise ValueError unless the condition holds."""
     if condition is not True:
         torch._check_value(condition, message)
 
 
+def either(a: bool | torch.SymBool, b: bool | torch.SymBool) -> bool | torch.SymBool:
+    """``a or b``, without a guard on either where they are symbolic."""
+    if a is True or b is True:
+        return True
+    if a is False or b is False:
+        return b if a is False else a
+    from torch.fx.experimental.symbolic_shapes import sym_or
+
+    return sym_or(a, b)
+
+
 def require_no_grad(op: str, **tensors: Tensor | None) -> None:
     """Refuse inputs that need a gradient: these operators have no backward."""
-    if not torch.is_grad_enabled():
-        return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise RuntimeError(
@@ -121,93 +136,93 @@ def require_no_grad(op: str, **tensors: Tensor | None) -> None:
 
 
 def require_buffer(buffer: Tensor) -> None:
-    require(
-        buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous(),
-        lambda: f"buffer must be a 1-D contiguous uint8 tensor, got {describe(buffer)}; pass PagePool.buffer",
-    )
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(f"buffer must be a 1-D contiguous uint8 tensor, got {describe(buffer)}; pass PagePool.buffer")
 
 
-def require_indices(name: str, index: Tensor, like: Tensor, dim: int = 1) -> None:
-    require(
-        index.dtype in (torch.int32, torch.int64) and index.dim() == dim,
-        lambda: f"{name} must be a {dim}-D int32 or int64 tensor, got {describe(index)}",
-    )
-    require_device(name, index, like)
+def require_indices(name: str, index: Tensor, device: torch.device, dim: int = 1) -> None:
+    if index.dtype not in INDEX_DTYPES or index.dim() != dim:
+        raise ValueError(f"{name} must be a {dim}-D int32 or int64 tensor, got {describe(index)}")
+    require_device(name, index, device)
 
 
-def require_device(name: str, tensor: Tensor, like: Tensor) -> None:
-    require(
-        tensor.device == like.device,
-        lambda: f"{name} is on {tensor.device}, the buffer on {like.device}; move it there",
-    )
+def require_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}; move it there")
 
 
 def require_plane(
-    name: str, buffer: Tensor, plane: Sequence[int], page_size: int, heads: int, dim: int, dtype: torch.dtype
+    name: str, nbytes: int, plane: Sequence[int], page_size: int, heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    """A plane's geometry names five ints, is aligned to its dtype and lies within the buffer."""
-    require(
-        dtype in PLANE_DTYPES,
-        lambda: (
-            f"{name} dtype {dtype_name(dtype)} is not supported; use one of {', '.join(map(dtype_name, PLANE_DTYPES))}"
-        ),
-    )
-    require(
-        len(plane) == 5,
-        lambda: f"{name}_plane must be [offset, page_stride, token_stride, head_stride, num_pages], got {list(plane)}",
-    )
+    """``{name}_plane`` has five numbers, is aligned to its dtype, and every element lies in the buffer, once."""
+    if dtype not in PLANE_DTYPES:
+        supported = ", ".join(map(dtype_name, PLANE_DTYPES))
+        raise ValueError(f"{name} dtype {dtype_name(dtype)} is not supported; use one of {supported}")
+    if len(plane) != 5:
+        names = "[offset, page_stride, token_stride, head_stride, num_pages]"
+        raise ValueError(f"{name}_plane must be {names}, got {list(plane)}")
     offset, page_stride, token_stride, head_stride, num_pages = plane
     item = dtype.itemsize
-    if item > 1:
-        aligned = offset % item + page_stride % item + token_stride % item + head_stride % item == 0
-        require(aligned, lambda: f"{name}_plane {list(plane)} is not aligned to {dtype_name(dtype)}'s {item} bytes")
-    require(page_size > 0, lambda: f"page_size must be positive, got {page_size}")
-    last = offset + (num_pages - 1) * page_stride + (page_size - 1) * token_stride + (heads - 1) * head_stride
-    require(
-        last + dim * item <= buffer.numel(),
-        lambda: (
-            f"{name}_plane {list(plane)} with {heads} heads x {dim} ends at byte {last + dim * item}, "
-            f"the buffer has {buffer.numel()}; heads, dim and page_size must be the layout's"
-        ),
+    end = (
+        offset + (num_pages - 1) * page_stride + (page_size - 1) * token_stride + (heads - 1) * head_stride + dim * item
     )
+    rules = (
+        (offset + page_stride + token_stride + head_stride) % item == 0 and offset % item == 0,
+        offset >= 0,
+        page_stride >= 0,
+        token_stride >= 0,
+        head_stride >= dim * item or heads == 1,
+        num_pages >= 1,
+        page_size >= 1,
+        end <= nbytes,
+    )
+    for holds in rules:
+        if holds is not True:
+            torch._check_value(
+                holds,
+                lambda: (
+                    f"{name}_plane {list(plane)} does not hold pages of {page_size} x {heads} heads x {dim} "
+                    f"{dtype_name(dtype)} in a buffer of {nbytes} bytes: offset and strides must be multiples of {item} "
+                    f"and not negative, heads must not overlap, and the last element ends at byte {end}"
+                ),
+            )
 
 
-def require_scale(name: str, scale: float, tensor: Tensor | None, like: Tensor) -> None:
-    """A float scale is positive and finite after rounding to fp32; a tensor is one fp32 element, trusted."""
+def require_scale(name: str, scale: float, tensor: Tensor | None, device: torch.device) -> None:
+    """A float scale is positive and finite after rounding to fp32; a tensor is one fp32 element, its value trusted."""
     if tensor is not None:
-        require(
-            tensor.dtype == torch.float32 and tensor.numel() == 1,
-            lambda: f"{name} must be one float32 element, got {describe(tensor)}",
-        )
-        require_device(name, tensor, like)
-    if isinstance(scale, float | int):
+        if tensor.dtype != torch.float32 or tensor.numel() != 1:
+            raise ValueError(f"{name}_tensor must be one float32 element, got {describe(tensor)}")
+        if scale != 1.0:
+            raise ValueError(f"{name}={scale} and {name}_tensor were both given; pass one of them")
+        require_device(f"{name}_tensor", tensor, device)
+    elif scale != 1.0 and isinstance(scale, float | int):
         rounded = ctypes.c_float(scale).value
-        require(
-            math.isfinite(rounded) and rounded > 0,
-            lambda: f"{name}={scale} is {rounded} in float32; a scale must be positive and finite",
-        )
+        if not (math.isfinite(rounded) and rounded > 0):
+            raise ValueError(f"{name}={scale} is {rounded} in float32; a scale must be positive and finite")
 
 
-def require_in_range(name: str, index: Tensor, limit: int, what: str) -> None:
-    """Every index is below ``limit`` (negative ones mean: skip). A device assert on CUDA."""
-    _require_all(index < limit, lambda: f"{name} has {int(index.max())}, but there are {limit} {what}")
-
-
-def require_distinct(name: str, index: Tensor) -> None:
-    """No index that will be written occurs twice: which row wins would be unspecified. A device assert on CUDA."""
-    ordered = index.sort().values
-    repeats = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
-    _require_all(
-        ~repeats, lambda: f"{name} names {int(ordered[1:][repeats][0])} twice; each may be written once a call"
-    )
-
-
-def _require_all(holds: Tensor, message: Callable[[], str]) -> None:
+def require_values(holds: Tensor, message: Callable[[], str]) -> None:
+    """Every element is True. On CUDA a device assert, which shows at the next synchronisation."""
     if holds.device.type == "cpu":
         if not bool(holds.all()):
             raise ValueError(message())
     else:
         torch._assert_async(holds.all(), "pm_ops: an index is out of range or repeated (PM_OPS_CHECKS=1)")
+
+
+def require_in_range(name: str, index: Tensor, limit: int, what: str) -> None:
+    """Every index is below ``limit``; negative ones mean: skip."""
+    require_values(index < limit, lambda: f"{name} has {int(index.max())}, but there are {limit} {what}")
+
+
+def require_distinct(name: str, index: Tensor) -> None:
+    """No index that will be written occurs twice: which row wins would be unspecified."""
+    ordered = index.sort().values
+    repeats = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    require_values(
+        ~repeats, lambda: f"{name} names {int(ordered[1:][repeats][0])} twice; each may be written once a call"
+    )
 
 
 def scale_value(scale: float, tensor: Tensor | None) -> float | Tensor:
@@ -227,14 +242,14 @@ def plane_view(
 
 
 def bits(x: Tensor) -> Tensor:
-    """The same bytes as integers, so that indexing moves them unchanged (NaN payloads) and works for fp8."""
+    """The same bytes as integers, so that indexing moves them unchanged (NaN payloads), fp8 too."""
     return x.view(_BITS[x.dtype.itemsize])
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """``x / scale`` in fp32, rounded to nearest even; fp8 saturates (inf to the largest value) and keeps NaN."""
     if isinstance(scale, Tensor) or scale != 1.0:
-        x = x.float() / scale
+        x = x.float() / torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     if dtype in FP8_DTYPES:
         limit = torch.finfo(dtype).max
         x = x.float().clamp(-limit, limit)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ._common import (
     define,
     describe,
+    either,
     kernel,
     plane_view,
     require,
@@ -21,6 +22,7 @@ from ._common import (
     require_no_grad,
     require_plane,
     require_scale,
+    require_values,
     scale_value,
 )
 
@@ -35,10 +37,11 @@ class Attention:
     Args:
         buffer, key_plane, value_plane, page_size, key_dtype, value_dtype: the pages, see :class:`pm_ops.PagePool`.
         query: ``[Tq, Hq, Dk]``, any strides; ``Hq`` is a multiple of ``kv_heads``.
-        page_table: ``[B, W]``; entries past a sequence's last page are never read.
-        seq_lens: ``[B]``, keys of each sequence, those of this step included.
-        query_start: ``[B + 1]``, cumulative query tokens; ``None``: every sequence has ``Tq / B``. Query rows past the
-            last sequence are padding.
+        page_table: ``[B, W]``; entries past a sequence's last page, or wholly before every query's window, are never
+            read.
+        seq_lens: ``[B]``, keys of each sequence, those of this step included; at most ``W * page_size``.
+        query_start: ``[B + 1]``, cumulative query tokens, from 0 on; ``None``: every sequence has ``Tq / B``. Query
+            rows past the last sequence are padding.
         kv_heads, value_dim: of the cache.
         softmax_scale: factor of query · key.
         causal: query ``i`` of ``n`` stands at position ``p = seq_len - n + i`` (aligned bottom right) and sees keys
@@ -49,8 +52,8 @@ class Attention:
         sinks: ``[Hq]``, one more logit in each softmax, without a value.
         alibi_slopes: ``[Hq]``; adds ``slope * (j - p)``.
         bias: bool (True: visible) or floating point (added; -inf: hidden), ``[B or 1, Hq or 1, Lq or 1, S]`` with any
-            strides; row ``i`` is the ``i``-th query of its own sequence, column ``j`` its key ``j``. Keys past ``S``
-            are hidden.
+            strides, ``Lq`` being the most query tokens of one sequence; row ``i`` is the ``i``-th query of its own
+            sequence, column ``j`` its key ``j``. Keys past ``S`` are hidden.
         key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device.
         max_query_len: 0 or an upper bound of the query tokens of one sequence: a hint for choosing a kernel.
         return_lse: also return the log-sum-exp of every query row.
@@ -90,88 +93,128 @@ class Attention:
     impl: str = "auto"
 
     def check(self) -> None:
-        q, batch = self.query, self.seq_lens.shape[0]
-        require_no_grad("attention", query=q, bias=self.bias, sinks=self.sinks, alibi_slopes=self.alibi_slopes)
-        require_buffer(self.buffer)
-        require_device("query", q, self.buffer)
-        require(
-            q.dim() == 3 and q.dtype in QUERY_DTYPES,
-            lambda: f"query must be float32, float16 or bfloat16 [tokens, heads, head_dim], got {describe(q)}",
-        )
-        require(
-            q.shape[1] % self.kv_heads == 0,
-            lambda: f"{q.shape[1]} query heads cannot share {self.kv_heads} KV heads; it must be a multiple of them",
-        )
-        require_indices("page_table", self.page_table, self.buffer, dim=2)
-        require_indices("seq_lens", self.seq_lens, self.buffer)
-        require(
-            self.page_table.shape[0] == batch,
-            lambda: f"page_table has {self.page_table.shape[0]} rows for {batch} sequences",
-        )
+        if torch.is_grad_enabled():
+            self._check_no_grad()
+        buffer, q = self.buffer, self.query
+        require_buffer(buffer)
+        device, nbytes = buffer.device, buffer.shape[0]
+        if q.dim() != 3 or q.dtype not in QUERY_DTYPES:
+            raise ValueError(f"query must be float32, float16 or bfloat16 [tokens, heads, head_dim], got {describe(q)}")
+        require_device("query", q, device)
+        require_indices("page_table", self.page_table, device, dim=2)
+        require_indices("seq_lens", self.seq_lens, device)
+        tokens, heads, dim = q.shape
+        batch = self.seq_lens.shape[0]
+        rows = self.page_table.shape[0]
+        require(rows == batch, lambda: f"page_table has {rows} rows for {batch} sequences")
         if self.query_start is None:
             require(
-                q.shape[0] == 0 if batch == 0 else q.shape[0] % batch == 0,
-                lambda: f"{q.shape[0]} query tokens for {batch} sequences; without query_start all have equally many",
+                tokens // torch.sym_max(batch, 1) * batch == tokens,
+                lambda: f"{tokens} query tokens for {batch} sequences; without query_start all have equally many",
             )
         else:
-            start = self.query_start
-            require_indices("query_start", start, self.buffer)
+            require_indices("query_start", self.query_start, device)
+            starts = self.query_start.shape[0]
             require(
-                start.shape[0] == batch + 1,
-                lambda: f"query_start has {start.shape[0]} entries for {batch} sequences; it needs one more than those",
+                starts == batch + 1,
+                lambda: f"query_start has {starts} entries for {batch} sequences; it needs one more than those",
             )
-        require_plane("key", self.buffer, self.key_plane, self.page_size, self.kv_heads, q.shape[2], self.key_dtype)
-        require_plane(
-            "value", self.buffer, self.value_plane, self.page_size, self.kv_heads, self.value_dim, self.value_dtype
+        require(
+            self.kv_heads >= 1 and heads % self.kv_heads == 0,
+            lambda: f"{heads} query heads cannot share {self.kv_heads} KV heads; it must be a multiple of them",
         )
-        require_scale("key_scale", self.key_scale, self.key_scale_tensor, self.buffer)
-        require_scale("value_scale", self.value_scale, self.value_scale_tensor, self.buffer)
-        require(self.window >= 0, lambda: f"window={self.window} must not be negative; 0 means no window")
-        require(self.softcap >= 0, lambda: f"softcap={self.softcap} must not be negative; 0 means none")
-        require(self.max_query_len >= 0, lambda: f"max_query_len={self.max_query_len} must not be negative")
+        require_plane("key", nbytes, self.key_plane, self.page_size, self.kv_heads, dim, self.key_dtype)
+        require_plane(
+            "value", nbytes, self.value_plane, self.page_size, self.kv_heads, self.value_dim, self.value_dtype
+        )
+        require_scale("key_scale", self.key_scale, self.key_scale_tensor, device)
+        require_scale("value_scale", self.value_scale, self.value_scale_tensor, device)
+        require(
+            self.window >= 0 and self.softcap >= 0 and self.max_query_len >= 0,
+            lambda: (
+                f"window={self.window}, softcap={self.softcap} and max_query_len={self.max_query_len} must not be "
+                "negative; 0 is none"
+            ),
+        )
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl={self.impl!r} is unknown; supported: {', '.join(IMPLEMENTATIONS)}")
-        self._check_modifiers(q.shape[1], batch)
+        if self.impl == "triton" and device.type == "cpu":
+            raise ValueError("impl='triton' needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'")
+        self._check_per_head("sinks", self.sinks, heads, device)
+        self._check_per_head("alibi_slopes", self.alibi_slopes, heads, device)
+        if self.bias is not None:
+            self._check_bias(self.bias, tokens, heads, batch, device)
 
-    def _check_modifiers(self, heads: int, batch: int) -> None:
-        self._check_per_head("sinks", self.sinks, heads)
-        self._check_per_head("alibi_slopes", self.alibi_slopes, heads)
-        bias = self.bias
-        if bias is not None:
-            require_device("bias", bias, self.buffer)
-            require(
-                bias.dim() == 4 and (bias.dtype == torch.bool or bias.dtype.is_floating_point),
-                lambda: f"bias must be bool or floating point [batch, heads, queries, keys], got {describe(bias)}",
-            )
-            fits = [bias.shape[0] == 1 or bias.shape[0] == batch, bias.shape[1] == 1 or bias.shape[1] == heads]
-            require(
-                fits[0] and fits[1],
-                lambda: f"bias {list(bias.shape)} must be [1 or {batch} sequences, 1 or {heads} heads, queries, keys]",
-            )
+    def _check_no_grad(self) -> None:
+        extras = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes, "bias": self.bias}
+        scales = {"key_scale_tensor": self.key_scale_tensor, "value_scale_tensor": self.value_scale_tensor}
+        require_no_grad("attention", query=self.query, **extras, **scales)
 
-    def _check_per_head(self, name: str, tensor: Tensor | None, heads: int) -> None:
+    def _check_per_head(self, name: str, tensor: Tensor | None, heads: int, device: torch.device) -> None:
         if tensor is None:
             return
+        if tensor.dim() != 1 or tensor.dtype not in QUERY_DTYPES:
+            raise ValueError(f"{name} must be floating point [{heads}], got {describe(tensor)}")
+        require(tensor.shape[0] == heads, lambda: f"{name} must be floating point [{heads}], got {describe(tensor)}")
+        require_device(name, tensor, device)
+
+    def _check_bias(self, bias: Tensor, tokens: int, heads: int, batch: int, device: torch.device) -> None:
+        if bias.dim() != 4 or bias.dtype not in (torch.bool, *QUERY_DTYPES):
+            raise ValueError(f"bias must be bool or floating point [batch, heads, queries, keys], got {describe(bias)}")
+        require_device("bias", bias, device)
+        sizes = bias.shape
         require(
-            tensor.dim() == 1 and tensor.shape[0] == heads and tensor.dtype.is_floating_point,
-            lambda: f"{name} must be floating point [{heads}], got {describe(tensor)}",
+            either(sizes[0] == 1, sizes[0] == batch),
+            lambda: f"bias {list(sizes)}: axis 0 must be 1 or {batch} (sequences)",
         )
-        require_device(name, tensor, self.buffer)
+        require(
+            either(sizes[1] == 1, sizes[1] == heads),
+            lambda: f"bias {list(sizes)}: axis 1 must be 1 or {heads} (heads)",
+        )
+        if self.query_start is None:
+            queries = tokens // torch.sym_max(batch, 1)
+            require(either(sizes[2] == 1, sizes[2] >= queries), lambda: self._bias_too_short(queries))
+
+    def _bias_too_short(self, queries: int) -> str:
+        assert self.bias is not None
+        return (
+            f"bias {list(self.bias.shape)}: axis 2 must be 1 or have a row for each of {queries} queries of a sequence"
+        )
 
     def check_values(self) -> None:
         """Lengths fit the table, query_start ascends within the query, and every page id that is read exists."""
-        capacity = self.page_table.shape[1] * self.page_size
-        require_in_range("seq_lens", self.seq_lens, capacity + 1, f"page_table columns x page_size = {capacity} keys")
+        lengths, table = self.seq_lens, self.page_table
+        capacity = table.shape[1] * self.page_size
+        require_values(lengths >= 0, lambda: f"seq_lens has {int(lengths.min())}; a length must not be negative")
+        require_values(
+            lengths <= capacity,
+            lambda: (
+                f"seq_lens has {int(lengths.max())}, but {table.shape[1]} page_table columns x page_size hold {capacity}"
+            ),
+        )
+        queries = torch.full_like(lengths, self.query.shape[0] // max(lengths.shape[0], 1))
         if self.query_start is not None:
             start = self.query_start
-            require_in_range("query_start", start, self.query.shape[0] + 1, f"query rows: {self.query.shape[0]}")
-            require_in_range("query_start", start[:-1] - start[1:], 1, "descents; it must be cumulative")
-        if self.page_table.numel():
-            column = torch.arange(self.page_table.shape[1], device=self.page_table.device)
-            read = column * self.page_size < self.seq_lens[:, None]
-            pages = torch.where(read, self.page_table, 0)
-            require_in_range("page_table", pages, self.key_plane[4], "pages in the pool")
-            require_in_range("page_table (negated)", -pages, 1, "negative page ids that may be read")
+            queries = start[1:] - start[:-1]
+            require_values(
+                torch.cat((start[:1] == 0, queries >= 0, start[-1:] <= self.query.shape[0])),
+                lambda: (
+                    f"query_start {start.tolist()} must begin at 0, be cumulative, and end within the "
+                    f"{self.query.shape[0]} query rows"
+                ),
+            )
+            if self.bias is not None and self.bias.shape[2] != 1:
+                most = self.bias.shape[2]
+                require_values(queries <= most, lambda: self._bias_too_short(int(queries.max())))
+        if table.numel():
+            first = torch.arange(table.shape[1], device=table.device) * self.page_size
+            read = (first < lengths[:, None]) & (queries > 0)[:, None]
+            if self.window:
+                read &= first + self.page_size > (lengths - queries - self.window + 1)[:, None]
+            pages = torch.where(read, table, 0)
+            limit = min(self.key_plane[4], self.value_plane[4])
+            require_in_range("page_table", pages, limit, "pages in the pool")
+            require_values(pages >= 0, lambda: f"page_table has {int(pages.min())} where a page is read")
 
 
 def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
@@ -190,23 +233,27 @@ def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
         rows = slice(starts[b], starts[b + 1])
         if starts[b] == starts[b + 1]:
             continue
-        table = a.page_table[b, : -(-lengths[b] // a.page_size)].long()
-        k = keys[table].reshape(-1, a.kv_heads, key_dim)[: lengths[b]].float() * key_scale
-        v = values[table].reshape(-1, a.kv_heads, a.value_dim)[: lengths[b]].float() * value_scale
-        out[rows], lse[rows] = _attend(a, b, a.query[rows].float(), k, v)
+        oldest = lengths[b] - (starts[b + 1] - starts[b]) - a.window + 1 if a.window else 0
+        first = max(oldest, 0) // a.page_size  # pages before every query's window may be gone
+        table = a.page_table[b, first : -(-lengths[b] // a.page_size)].long()
+        length = max(lengths[b] - first * a.page_size, 0)
+        k = keys[table].reshape(-1, a.kv_heads, key_dim)[:length].float() * key_scale
+        v = values[table].reshape(-1, a.kv_heads, a.value_dim)[:length].float() * value_scale
+        out[rows], lse[rows] = _attend(a, b, first * a.page_size, a.query[rows].float(), k, v)
     return out.to(a.query.dtype), lse if a.return_lse else lse.new_empty(0)
 
 
-def _attend(a: Attention, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One sequence: ``q [n, Hq, Dk]``, ``k [s, Hkv, Dk]``, ``v [s, Hkv, Dv]`` → ``[n, Hq, Dv]``, ``[n, Hq]``."""
+def _attend(a: Attention, b: int, first: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence: ``q [n, Hq, Dk]``, its keys from ``first`` on ``k [s, Hkv, Dk]`` and ``v [s, Hkv, Dv]``."""
     n, heads, _ = q.shape
+    end = first + k.shape[0]
     group = heads // a.kv_heads
     q = q.transpose(0, 1).reshape(a.kv_heads, group * n, -1)
     logits = (q @ k.permute(1, 2, 0)).view(heads, n, -1) * a.softmax_scale
     if a.softcap:
         logits = a.softcap * torch.tanh(logits / a.softcap)
-    position = torch.arange(k.shape[0] - n, k.shape[0], device=q.device)[:, None]
-    j = torch.arange(k.shape[0], device=q.device)
+    position = torch.arange(end - n, end, device=q.device)[:, None]
+    j = torch.arange(first, end, device=q.device)
     if a.alibi_slopes is not None:
         logits = logits + a.alibi_slopes.float()[:, None, None] * (j - position)
     visible = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device)
@@ -216,7 +263,7 @@ def _attend(a: Attention, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
         visible &= (j > position - a.window) & (j < position + a.window)
     visible = visible.expand(heads, -1, -1)
     if a.bias is not None:
-        logits, visible = _biased(a.bias[b % a.bias.shape[0]], logits, visible)
+        logits, visible = _biased(a.bias[b % a.bias.shape[0], ..., first:], logits, visible)
     logits = torch.where(visible, logits, -torch.inf)
     if a.sinks is not None:
         logits = torch.cat((logits, a.sinks.float()[:, None, None].expand(-1, n, 1)), -1)
@@ -242,12 +289,6 @@ def _biased(bias: Tensor, logits: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     return logits + bias, visible & (bias != -torch.inf)
 
 
-def _attention_cpu(a: Attention) -> tuple[Tensor, Tensor]:
-    if a.impl == "triton":
-        raise RuntimeError("impl='triton' needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'")
-    return attention_reference(a)
-
-
 _attention_triton = kernel("attention.attention")
 
 
@@ -265,12 +306,12 @@ define(
     "attention",
     "(Tensor buffer, Tensor query, Tensor page_table, Tensor seq_lens, Tensor? query_start, SymInt[] key_plane, "
     "SymInt[] value_plane, SymInt page_size, SymInt kv_heads, SymInt value_dim, ScalarType key_dtype, "
-    "ScalarType value_dtype, *, float softmax_scale, bool causal=True, SymInt window=0, float softcap=0.0, "
+    "ScalarType value_dtype, float softmax_scale, bool causal=True, SymInt window=0, float softcap=0.0, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None, float key_scale=1.0, float value_scale=1.0, "
     "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, "
     'str impl="auto") -> (Tensor, Tensor)',
     Attention,
     fake=_attention_fake,
-    cpu=_attention_cpu,
+    cpu=attention_reference,
     cuda=_attention_cuda,
 )

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ._common import define, describe, require, require_no_grad
 
+OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 @dataclass(slots=True)
 class MergeAttention:
@@ -23,22 +25,27 @@ class MergeAttention:
     lse_b: Tensor
 
     def check(self) -> None:
-        require_no_grad("merge_attention", out_a=self.out_a, lse_a=self.lse_a, out_b=self.out_b, lse_b=self.lse_b)
         out_a, out_b = self.out_a, self.out_b
-        require(
-            out_a.dim() == 3 and out_a.shape == out_b.shape and out_a.dtype == out_b.dtype,
-            lambda: f"out_a and out_b must both be [tokens, heads, dim]: {describe(out_a)} and {describe(out_b)}",
-        )
+        if torch.is_grad_enabled():
+            require_no_grad("merge_attention", out_a=out_a, lse_a=self.lse_a, out_b=out_b, lse_b=self.lse_b)
+        if out_a.dim() != 3 or out_a.dtype not in OUT_DTYPES or out_a.dtype != out_b.dtype or out_b.dim() != 3:
+            raise ValueError(
+                "out_a and out_b must both be [tokens, heads, dim] of float32, float16 or bfloat16: "
+                f"{describe(out_a)} and {describe(out_b)}"
+            )
+        same = out_a.shape == out_b.shape
+        require(same, lambda: f"out_a and out_b must be alike: {describe(out_a)} and {describe(out_b)}")
         self._check_lse("lse_a", self.lse_a)
         self._check_lse("lse_b", self.lse_b)
-        devices = {t.device for t in (self.out_a, self.lse_a, self.out_b, self.lse_b)}
-        require(len(devices) == 1, lambda: f"out_a, lse_a, out_b and lse_b are on {sorted(map(str, devices))}")
+        for name, tensor in (("lse_a", self.lse_a), ("out_b", out_b), ("lse_b", self.lse_b)):
+            if tensor.device != out_a.device:
+                raise ValueError(f"{name} is on {tensor.device}, out_a on {out_a.device}; move it there")
 
     def _check_lse(self, name: str, lse: Tensor) -> None:
-        require(
-            lse.dtype == torch.float32 and lse.shape == self.out_a.shape[:2],
-            lambda: f"{name} must be float32 {list(self.out_a.shape[:2])}, got {describe(lse)}",
-        )
+        wanted = self.out_a.shape[:2]
+        if lse.dtype != torch.float32 or lse.dim() != 2:
+            raise ValueError(f"{name} must be float32 {list(wanted)}, got {describe(lse)}")
+        require(lse.shape == wanted, lambda: f"{name} must be float32 {list(wanted)}, got {describe(lse)}")
 
     def check_values(self) -> None:
         """Nothing to check: there are no indices."""

@@ -21,20 +21,30 @@ from ._common import (
     require_distinct,
     require_in_range,
     require_indices,
+    require_values,
 )
 
 
 def _require_region(buffer: Tensor, region: Sequence[int]) -> None:
     require_buffer(buffer)
-    require(len(region) == 4, lambda: f"region must be [base, page_stride, page_bytes, num_pages], got {list(region)}")
+    if len(region) != 4:
+        raise ValueError(f"region must be [base, page_stride, page_bytes, num_pages], got {list(region)}")
     base, page_stride, page_bytes, num_pages = region
+    nbytes = buffer.shape[0]
     end = base + (num_pages - 1) * page_stride + page_bytes
-    require(end <= buffer.numel(), lambda: f"region {list(region)} ends at byte {end}, the buffer has {buffer.numel()}")
+    for holds in (base >= 0, page_bytes >= 1, page_stride >= page_bytes, num_pages >= 1, end <= nbytes):
+        require(
+            holds,
+            lambda: (
+                f"region {list(region)} does not lie in a buffer of {nbytes} bytes: [base, page_stride, page_bytes, "
+                f"num_pages] must not be negative, pages must not overlap, and the last one ends at byte {end}"
+            ),
+        )
 
 
-def _require_pairs(src: Tensor, dst: Tensor, buffer: Tensor) -> None:
-    require_indices("src", src, buffer)
-    require_indices("dst", dst, buffer)
+def _require_pairs(src: Tensor, dst: Tensor, device: torch.device) -> None:
+    require_indices("src", src, device)
+    require_indices("dst", dst, device)
     require(src.shape[0] == dst.shape[0], lambda: f"src names {src.shape[0]} and dst {dst.shape[0]}; they go in pairs")
 
 
@@ -55,7 +65,7 @@ class CopyPages:
 
     def check(self) -> None:
         _require_region(self.buffer, self.region)
-        _require_pairs(self.src, self.dst, self.buffer)
+        _require_pairs(self.src, self.dst, self.buffer.device)
 
     def check_values(self) -> None:
         require_in_range("src", self.src, self.region[3], "pages in the pool")
@@ -89,7 +99,7 @@ class ZeroPages:
 
     def check(self) -> None:
         _require_region(self.buffer, self.region)
-        require_indices("pages", self.pages, self.buffer)
+        require_indices("pages", self.pages, self.buffer.device)
 
     def check_values(self) -> None:
         require_in_range("pages", self.pages, self.region[3], "pages in the pool")
@@ -110,8 +120,19 @@ define(
 
 
 @dataclass(slots=True)
-class GatherPages(ZeroPages):
+class GatherPages:
     """Arguments of ``pm_ops::gather_pages``: fresh uint8 ``[n, page_bytes]``; page < 0 gives a row of zeros."""
+
+    buffer: Tensor
+    pages: Tensor
+    region: Sequence[int]
+
+    def check(self) -> None:
+        _require_region(self.buffer, self.region)
+        require_indices("pages", self.pages, self.buffer.device)
+
+    def check_values(self) -> None:
+        require_in_range("pages", self.pages, self.region[3], "pages in the pool")
 
 
 def _gather_pages_fake(a: GatherPages) -> Tensor:
@@ -145,22 +166,17 @@ class ScatterPages:
 
     def check(self) -> None:
         _require_region(self.buffer, self.region)
-        require_indices("pages", self.pages, self.buffer)
+        require_indices("pages", self.pages, self.buffer.device)
+        rows = self.rows
+        if rows.dtype != torch.uint8 or rows.dim() != 2:
+            raise ValueError(f"rows must be uint8 [pages, page_bytes], got {describe(rows)}")
+        count, wanted = self.pages.shape[0], self.region[2]
+        require(rows.shape[0] == count, lambda: f"{rows.shape[0]} rows for {count} pages")
         require(
-            self.rows.dtype == torch.uint8 and self.rows.dim() == 2,
-            lambda: f"rows must be uint8 [pages, page_bytes], got {describe(self.rows)}",
+            rows.shape[1] == wanted,
+            lambda: f"rows of {rows.shape[1]} bytes for pages of {wanted}; they must come from this layout",
         )
-        require(
-            self.rows.shape[0] == self.pages.shape[0],
-            lambda: f"{self.rows.shape[0]} rows for {self.pages.shape[0]} pages",
-        )
-        require(
-            self.rows.shape[1] == self.region[2],
-            lambda: (
-                f"rows of {self.rows.shape[1]} bytes for pages of {self.region[2]}; they must come from this layout"
-            ),
-        )
-        require_device("rows", self.rows, self.buffer)
+        require_device("rows", rows, self.buffer.device)
 
     def check_values(self) -> None:
         require_in_range("pages", self.pages, self.region[3], "pages in the pool")
@@ -199,14 +215,20 @@ class CopySlots:
 
     def check(self) -> None:
         _require_region(self.buffer, self.region)
-        _require_pairs(self.src, self.dst, self.buffer)
-        require(
-            self.runs.dtype == torch.int64 and self.runs.dim() == 2 and self.runs.shape[1] == 3,
-            lambda: f"runs must be int64 [R, 3] (PagePool.slot_runs), got {describe(self.runs)}",
-        )
-        require_device("runs", self.runs, self.buffer)
+        _require_pairs(self.src, self.dst, self.buffer.device)
+        if self.runs.dtype != torch.int64 or self.runs.dim() != 2 or self.runs.shape[1] != 3:
+            raise ValueError(f"runs must be int64 [R, 3] (PagePool.slot_runs), got {describe(self.runs)}")
+        require_device("runs", self.runs, self.buffer.device)
+        require(self.page_size >= 1, lambda: f"page_size={self.page_size} must be at least 1")
+        require(self.runs.shape[0] >= 1, lambda: "runs is empty: this layout has no token planes to copy")
 
     def check_values(self) -> None:
+        offset, token_stride, nbytes = self.runs.unbind(1)
+        inside = offset + (self.page_size - 1) * token_stride + nbytes <= self.region[2]
+        require_values(
+            inside & (offset >= 0) & (token_stride >= 0) & (nbytes >= 1),
+            lambda: f"runs leave the page of {self.region[2]} bytes: {self.runs.tolist()}",
+        )
         slots = self.region[3] * self.page_size
         require_in_range("src", self.src, slots, "slots in the pool")
         require_in_range("dst", self.dst, slots, "slots in the pool")

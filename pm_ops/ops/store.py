@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layout import dtype_name
 from ._common import (
+    PLANE_DTYPES,
     bits,
     define,
     describe,
@@ -31,9 +33,9 @@ from ._common import (
 class StoreKV:
     """Arguments of ``pm_ops::store_kv``: rows ``[T, H, D]`` to ``slots [N]``, N <= T; rows past N are padding.
 
-    slot < 0 is skipped; slot >= capacity is never written (and refused where values are checked). Stored is
-    ``x / scale`` rounded to nearest even; fp8 saturates, NaN stays NaN. Where a slot is named twice, which row wins is
-    unspecified.
+    slot < 0 is skipped; slot >= capacity, the smaller one of the two planes, is never written (and refused where values
+    are checked). Stored is ``x / scale`` rounded to nearest even; fp8 saturates, NaN stays NaN. Where a slot is named
+    twice, which row wins is unspecified (and refused where values are checked).
     """
 
     buffer: Tensor
@@ -51,37 +53,40 @@ class StoreKV:
     value_scale_tensor: Tensor | None = None
 
     def check(self) -> None:
-        require_no_grad("store_kv", key=self.key, value=self.value)
+        if torch.is_grad_enabled():
+            scales = {"key_scale_tensor": self.key_scale_tensor, "value_scale_tensor": self.value_scale_tensor}
+            require_no_grad("store_kv", key=self.key, value=self.value, **scales)
+        device, nbytes = self.buffer.device, self.buffer.shape[0]
         require_buffer(self.buffer)
-        require_indices("slots", self.slots, self.buffer)
-        require(
-            self.key is not None or self.value is not None,
-            lambda: "store_kv needs a key, a value, or both; got neither",
-        )
-        self._check_rows("key", self.key, self.key_plane, self.key_dtype)
-        self._check_rows("value", self.value, self.value_plane, self.value_dtype)
-        require_scale("key_scale", self.key_scale, self.key_scale_tensor, self.buffer)
-        require_scale("value_scale", self.value_scale, self.value_scale_tensor, self.buffer)
+        require_indices("slots", self.slots, device)
+        if self.key is None and self.value is None:
+            raise ValueError("store_kv needs a key, a value, or both; got neither")
+        self._check_rows("key", self.key, self.key_plane, self.key_dtype, device, nbytes)
+        self._check_rows("value", self.value, self.value_plane, self.value_dtype, device, nbytes)
+        require_scale("key_scale", self.key_scale, self.key_scale_tensor, device)
+        require_scale("value_scale", self.value_scale, self.value_scale_tensor, device)
 
     def _check_rows(
-        self, name: str, rows: Tensor | None, plane: Sequence[int] | None, dtype: torch.dtype | None
+        self,
+        name: str,
+        rows: Tensor | None,
+        plane: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        nbytes: int,
     ) -> None:
-        if rows is None:
+        if (rows is None) != (plane is None) or (rows is None) != (dtype is None):
+            raise ValueError(f"{name}, {name}_plane and {name}_dtype come together or not at all")
+        if rows is None or plane is None or dtype is None:
             return
-        if plane is None or dtype is None:
-            raise ValueError(
-                f"{name} was given without {name}_plane and {name}_dtype; pass PagePool.geometry(layer, {name!r})"
-            )
-        require(
-            rows.dim() == 3 and rows.dtype.is_floating_point,
-            lambda: f"{name} must be floating point rows [tokens, heads, dim], got {describe(rows)}",
-        )
-        require_device(name, rows, self.buffer)
-        require(
-            self.slots.shape[0] <= rows.shape[0],
-            lambda: f"{self.slots.shape[0]} slots for {rows.shape[0]} {name} rows; there must be a row for every slot",
-        )
-        require_plane(name, self.buffer, plane, self.page_size, rows.shape[1], rows.shape[2], dtype)
+        if rows.dim() != 3 or rows.dtype not in PLANE_DTYPES:
+            supported = ", ".join(map(dtype_name, PLANE_DTYPES))
+            raise ValueError(f"{name} must be rows [tokens, heads, dim] of {supported}, got {describe(rows)}")
+        require_device(name, rows, device)
+        tokens, heads, dim = rows.shape
+        slots = self.slots.shape[0]
+        require(slots <= tokens, lambda: f"{slots} slots for {tokens} {name} rows; there must be a row for every slot")
+        require_plane(name, nbytes, plane, self.page_size, heads, dim, dtype)
 
     def check_values(self) -> None:
         for plane in (self.key_plane, self.value_plane):
@@ -105,7 +110,7 @@ def _store_kv_cpu(a: StoreKV) -> None:
 define(
     "store_kv",
     "(Tensor(a!) buffer, Tensor? key, Tensor? value, Tensor slots, SymInt[]? key_plane, SymInt[]? value_plane, "
-    "SymInt page_size, ScalarType? key_dtype, ScalarType? value_dtype, *, float key_scale=1.0, float value_scale=1.0, "
+    "SymInt page_size, ScalarType? key_dtype, ScalarType? value_dtype, float key_scale=1.0, float value_scale=1.0, "
     "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None) -> ()",
     StoreKV,
     fake=lambda a: None,
@@ -134,14 +139,18 @@ class LoadKV:
     out_dtype: torch.dtype | None = None
 
     def check(self) -> None:
+        if torch.is_grad_enabled():
+            require_no_grad("load_kv", scale_tensor=self.scale_tensor)
+        device = self.buffer.device
         require_buffer(self.buffer)
-        require_indices("slots", self.slots, self.buffer)
-        require_plane("load_kv's", self.buffer, self.plane, self.page_size, self.heads, self.dim, self.dtype)
-        require_scale("scale", self.scale, self.scale_tensor, self.buffer)
-        require(
-            self.out_dtype is not None or (self.scale == 1.0 and self.scale_tensor is None),
-            lambda: f"load_kv with scale={self.scale} needs out_dtype; without it the stored elements come unscaled",
-        )
+        require_indices("slots", self.slots, device)
+        require_plane("the", self.buffer.shape[0], self.plane, self.page_size, self.heads, self.dim, self.dtype)
+        require_scale("scale", self.scale, self.scale_tensor, device)
+        if self.out_dtype is None and (self.scale_tensor is not None or self.scale != 1.0):
+            raise ValueError("load_kv with a scale needs out_dtype; without it the stored elements come bit for bit")
+        if self.out_dtype is not None and self.out_dtype not in PLANE_DTYPES:
+            supported = ", ".join(map(dtype_name, PLANE_DTYPES))
+            raise ValueError(f"out_dtype {dtype_name(self.out_dtype)} is not supported; use one of {supported}")
 
     def check_values(self) -> None:
         require_in_range("slots", self.slots, self.plane[4] * self.page_size, "slots in the pool")
@@ -163,7 +172,7 @@ def _load_kv_cpu(a: LoadKV) -> Tensor:
 
 define(
     "load_kv",
-    "(Tensor buffer, Tensor slots, SymInt[] plane, SymInt page_size, SymInt heads, SymInt dim, ScalarType dtype, *, "
+    "(Tensor buffer, Tensor slots, SymInt[] plane, SymInt page_size, SymInt heads, SymInt dim, ScalarType dtype, "
     "float scale=1.0, Tensor? scale_tensor=None, ScalarType? out_dtype=None) -> Tensor",
     LoadKV,
     fake=_load_kv_fake,

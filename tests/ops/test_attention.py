@@ -80,23 +80,48 @@ REFUSED = {
     "integer query": (lambda c: {"query": c.query.int()}, "query must be float32"),
     "a length past the table": (lambda c: {"seq_lens": torch.tensor([13, 33])}, "columns x page_size"),
     "a page past the pool": (lambda c: {"page_table": c.page_table.clamp(min=99)}, "page_table has 99"),
-    "a negative page that is read": (lambda c: {"page_table": torch.full_like(c.page_table, -1)}, "negative page ids"),
+    "a negative page that is read": (lambda c: {"page_table": torch.full_like(c.page_table, -1)}, "-1 where a page is"),
+    "a negative length": (lambda c: {"seq_lens": torch.tensor([13, -5])}, "must not be negative"),
+    "starts that do not begin at 0": (lambda c: {"query_start": torch.tensor([1, 1, 2])}, "must begin at 0"),
+    "negative starts": (lambda c: {"query_start": torch.tensor([-1, 1, 2])}, "must begin at 0"),
+    "a bias of fewer queries": (
+        lambda c: {"bias": torch.zeros(1, 1, 2, 30), "query": torch.zeros(6, 4, 32)},
+        "each of 3 queries",
+    ),
+    "a ragged bias of fewer queries": (
+        lambda c: {
+            "bias": torch.zeros(1, 1, 2, 30),
+            "query": torch.zeros(6, 4, 32),
+            "query_start": torch.tensor([0, 1, 6]),
+        },
+        "each of 5 queries",
+    ),
+    "no KV heads": (lambda c: {"kv_heads": 0}, "cannot share 0"),
+    "a scalar length": (lambda c: {"seq_lens": torch.tensor(13)}, "seq_lens must be a 1-D"),
+    "a plane before the buffer": (lambda c: {"key_plane": [-512, *c.key_plane[1:]]}, "does not hold pages"),
+    "a negative stride": (lambda c: {"key_plane": [*c.key_plane[:2], -4, *c.key_plane[3:]]}, "does not hold pages"),
+    "a plane without pages": (lambda c: {"value_plane": [*c.value_plane[:4], 0]}, "does not hold pages"),
+    "heads that overlap": (lambda c: {"query": torch.zeros(2, 4, 36)}, "heads must not overlap"),
+    "triton on the CPU": (lambda c: {"impl": "triton"}, "needs CUDA tensors"),
+    "a scale twice": (lambda c: {"key_scale": 2.0, "key_scale_tensor": torch.tensor(2.0)}, "both given"),
+    "a float64 scale": (lambda c: {"key_scale_tensor": torch.tensor(2.0, dtype=torch.float64)}, "one float32 element"),
+    "a query elsewhere": (lambda c: {"query": torch.zeros(2, 4, 32, device="meta")}, "query is on meta"),
     "a table of other rows": (lambda c: {"page_table": c.page_table[:1]}, "1 rows for 2 sequences"),
     "uneven queries": (lambda c: {"query": torch.zeros(3, 4, 32)}, "3 query tokens for 2 sequences"),
     "descending starts": (lambda c: {"query_start": torch.tensor([0, 2, 1])}, "cumulative"),
-    "starts past the rows": (lambda c: {"query_start": torch.tensor([0, 1, 3])}, "query_start has 3"),
+    "starts past the rows": (lambda c: {"query_start": torch.tensor([0, 1, 3])}, "within the 2 query rows"),
     "too few starts": (lambda c: {"query_start": torch.tensor([0, 2])}, "query_start has 2 entries"),
     "sinks of other heads": (lambda c: {"sinks": torch.zeros(2)}, r"sinks must be floating point \[4\]"),
     "slopes of other heads": (lambda c: {"alibi_slopes": torch.zeros(5)}, "alibi_slopes must be"),
     "a flat bias": (lambda c: {"bias": torch.zeros(2, 30)}, "bias must be bool or floating point"),
-    "a bias of other sequences": (lambda c: {"bias": torch.zeros(3, 1, 1, 30)}, "1 or 2 sequences"),
+    "a bias of other sequences": (lambda c: {"bias": torch.zeros(3, 1, 1, 30)}, r"1 or 2 \(sequences\)"),
     "an integer bias": (lambda c: {"bias": torch.zeros(2, 1, 1, 30, dtype=torch.int32)}, "bias must be bool"),
     "a negative window": (lambda c: {"window": -1}, "window=-1"),
     "a negative cap": (lambda c: {"softcap": -1.0}, "softcap=-1.0"),
     "a zero scale": (lambda c: {"key_scale": 0.0}, "key_scale=0.0"),
     "an unknown implementation": (lambda c: {"impl": "fast"}, "supported: auto, triton, reference"),
     "int8 planes": (lambda c: {"key_dtype": torch.int8}, "int8 is not supported"),
-    "dims the plane has not": (lambda c: {"value_dim": 4096}, "ends at byte"),
+    "dims the plane has not": (lambda c: {"value_dim": 4096}, "last element ends at byte"),
 }
 
 
@@ -108,7 +133,93 @@ def test_bad_input_is_refused_with_what_came_and_what_is_supported(name):
         call(case, **changes(case))
 
 
-def test_asking_for_triton_on_the_cpu_never_falls_back():
-    case = attention_case("cpu", [13, 30], 1)
-    with pytest.raises(RuntimeError, match="needs CUDA tensors"):
-        call(case, impl="triton")
+def test_a_page_before_every_querys_window_may_be_gone():
+    """An engine frees it: its entry is garbage, its bytes are NaN."""
+    for queries in (1, 3):
+        case = attention_case("cpu", [30, 21], queries, page_size=4, window=6)
+        gone = [(30 - queries - 6 + 1) // 4, (21 - queries - 6 + 1) // 4]
+        table = case.page_table.clone()
+        for b, n in enumerate(gone):
+            table[b, :n] = -1
+        assert min(gone) > 0
+        check_attention(case, *call(case, page_table=table))
+
+
+def test_key_and_value_planes_may_have_their_own_strides_and_bases():
+    """K and V in different regions of one buffer, of different page strides and numbers of pages."""
+    torch.manual_seed(0)
+    case = attention_case("cpu", [13, 30], [1, 9])
+    expected = call(case)
+    pages = case.key_plane[4]
+    wide = torch.full((pages + 3, 2, case.page_size * 2 * 32 * 4), 0xFF, dtype=torch.uint8)
+    values = case.buffer.as_strided((pages, case.page_size * 2 * 32 * 4), (case.value_plane[1], 1), case.value_plane[0])
+    wide[:pages, 1] = values
+    moved = [len(case.buffer) + wide.stride(1), wide.stride(0), *case.value_plane[2:4], pages + 3]
+    got = call(case, buffer=torch.cat((case.buffer, wide.flatten())), value_plane=moved)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 2, 4])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 5), (3, 5), (5, 3), (2, 1), (4, 4)])
+def test_exactly_the_visible_keys_count(causal, window, queries, keys):
+    """V is one-hot by position and all logits are equal, so that each output row names its visible keys."""
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 8, 3, torch.float32), 4)
+    fill_nan(pool.buffer)
+    table, slots = torch.tensor([[2, 0]]), torch.tensor([6, 7, 8, 0, 1])[:keys]
+    pm_ops.store_kv(pool, 0, torch.zeros(keys, 1, 8), torch.eye(8)[:keys, None], slots)
+    query, lengths = torch.randn(queries, 1, 8), torch.tensor([keys])
+    out = pm_ops.attention(pool, 0, query, table, lengths, causal=causal, window=window)
+    for i in range(queries):
+        position = keys - queries + i
+        visible = [
+            j for j in range(keys) if (not causal or j <= position) and (not window or abs(j - position) < window)
+        ]
+        assert out[i, 0].nonzero().flatten().tolist() == visible
+        assert out[i, 0].sum().item() == pytest.approx(1.0 if visible else 0.0)
+
+
+def test_one_token_pages_many_token_pages_and_a_layer_major_tensor_give_the_same_bits():
+    rows, query = torch.randn(2, 11, 2, 8), torch.randn(1, 4, 8)
+    results = []
+    for page_size in (1, 4):
+        pool = pm_ops.PagePool(pm_ops.page_major(3, 2, 8, page_size, torch.float32), 12)
+        table = torch.randperm(12)[None, : -(-11 // page_size)]
+        slots = torch.tensor([int(table[0, j // page_size]) * page_size + j % page_size for j in range(11)])
+        pm_ops.store_kv(pool, 1, rows[0], rows[1], slots)
+        results.append(pm_ops.attention(pool, 1, query, table, torch.tensor([11])))
+    flat = rows.view(torch.uint8).flatten().contiguous()
+    key, value = [0, 64, 64, 32, 11], [11 * 64, 64, 64, 32, 11]
+    tail = (1, 2, 8, torch.float32, torch.float32, 8**-0.5)
+    lengths = torch.tensor([11])
+    results.append(torch.ops.pm_ops.attention(flat, query, torch.arange(11)[None], lengths, None, key, value, *tail)[0])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_the_face_knows_the_layers_dims():
+    """Value dims of their own, a scale of the caller's, and a query of another dim refused."""
+    pool = pm_ops.PagePool(pm_ops.page_major(2, 2, 8, 4, torch.float32, value_dim=4), 3)
+    rows, slots = (torch.randn(3, 2, 8), torch.randn(3, 2, 4)), torch.tensor([4, 5, 6])
+    pm_ops.store_kv(pool, 1, *rows, slots)
+    query, where = torch.randn(1, 4, 8), (torch.tensor([[1]]), torch.tensor([3]))
+    k, v = (r.repeat_interleave(2, 1) for r in rows)
+    for scale in (None, 0.7):
+        logits = torch.einsum("hd,jhd->hj", query[0], k) * (8**-0.5 if scale is None else scale)
+        out = pm_ops.attention(pool, 1, query, *where, softmax_scale=scale)
+        assert torch.allclose(out[0], torch.einsum("hj,jhd->hd", logits.softmax(-1), v), atol=1e-6)
+    for dim in (4, 16):
+        with pytest.raises(ValueError, match="query's last axis must be the key's"):
+            pm_ops.attention(pool, 1, torch.randn(1, 4, dim), *where)
+
+
+def test_a_layout_with_scale_planes_is_refused():
+    planes = (
+        pm_ops.Plane(0, "key", 0, 16, 16, (1, 16), torch.float8_e4m3fn),
+        pm_ops.Plane(0, "value", 64, 16, 16, (1, 16), torch.float8_e4m3fn),
+        pm_ops.Plane(0, "key_scale", 128, 4, 4, (1, 1), torch.float32),
+    )
+    pool = pm_ops.PagePool(pm_ops.PageLayout(4, 144, planes), 2)
+    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="one scale a tensor"):
+        pm_ops.store_kv(pool, 0, torch.ones(1, 1, 16), None, torch.tensor([0]))
+    with pytest.raises(ValueError, match="one scale a tensor"):
+        pm_ops.attention(pool, 0, torch.ones(1, 1, 16), torch.tensor([[0]]), torch.tensor([1]))

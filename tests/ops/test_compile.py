@@ -100,6 +100,22 @@ def test_the_layer_is_an_int_of_the_graph_not_a_graph_of_its_own():
     assert counter.frame_count <= 2
 
 
+def test_the_layer_stays_a_number_through_the_face_too():
+    pool = make_pool(layers=32)
+    counter = CompileCounter()
+
+    def step(layer, key, slots, query, table, lengths):
+        pm_ops.store_kv(pool, layer, key, key, slots)
+        return pm_ops.attention(pool, layer, query, table, lengths)
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    key, slots, query = torch.randn(4, 2, 8), torch.tensor([8, 9, 10, 11]), torch.randn(1, 4, 8)
+    for layer in range(32):
+        compiled(layer, key + layer, slots, query, torch.tensor([[2]]), torch.tensor([4]))
+        assert torch.equal(pm_ops.load_kv(pool, layer, slots), key + layer)
+    assert counter.frame_count <= 2
+
+
 def test_unbacked_token_counts_compile():
     """Slots whose number only the data knows (a nonzero) must not need a guard."""
     pool = make_pool()

@@ -24,7 +24,7 @@ def test_two_parts_give_the_softmax_over_both(dtype):
     (oa, ea), (ob, eb) = attend(la, va), attend(lb, vb)
     out, lse = pm_ops.merge_attention(oa.to(dtype), ea.float(), ob.to(dtype), eb.float())
     error = ((out.double() - expected).norm() / expected.norm()).item()
-    assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype] and out.dtype == dtype
+    assert error < {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}[dtype] and out.dtype == dtype
     assert torch.allclose(lse.double(), expected_lse, atol=1e-5)
 
 
@@ -51,3 +51,14 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused():
         pm_ops.merge_attention(out, lse, out, lse.double())
     with pytest.raises(ValueError, match="out_a and out_b"):
         pm_ops.merge_attention(out, lse, out[:1], lse)
+    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
+        pm_ops.merge_attention(out.int(), lse, out.int(), lse)
+    with pytest.raises(ValueError, match="lse_b is on meta"):
+        pm_ops.merge_attention(out, lse, out, lse.to("meta"))
+
+
+def test_strided_parts_give_contiguous_results():
+    out, lse = torch.randn(2, 3, 4, 5), torch.randn(2, 4, 3)
+    got = pm_ops.merge_attention(out[0], lse[0].T, out[1], lse[1].T)
+    expected = pm_ops.merge_attention(out[0], lse[0].T.contiguous(), out[1], lse[1].T.contiguous())
+    assert all(torch.equal(g, e) and g.is_contiguous() for g, e in zip(got, expected, strict=True))

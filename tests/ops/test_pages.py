@@ -122,3 +122,21 @@ def test_no_pages_at_all_are_no_error(pool):
         pool.copy_slots([], [])
         assert pool.gather([]).shape == (0, pool.layout.page_bytes)
         pool.scatter([], torch.zeros(0, pool.layout.page_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "region", [[-64, 256, 256, 2], [0, 16, 256, 2], [0, 256, -5, 2], [0, 256, 256, 0], [0, 256, 256, 5]]
+)
+def test_a_region_that_leaves_the_buffer_or_whose_pages_overlap_is_refused(region):
+    buffer = torch.zeros(4 * 256, dtype=torch.uint8)
+    with writes_only(buffer, []), pytest.raises(ValueError, match="does not lie in a buffer of 1024 bytes"):
+        torch.ops.pm_ops.zero_pages(buffer, torch.tensor([1]), region)
+
+
+@pytest.mark.parametrize("run", [[100_000, 64, 64], [-64, 64, 64], [64, 64, 129], [0, 64, 0]])
+def test_runs_that_leave_the_page_are_refused_before_any_byte_is_written(run):
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 3)
+    fill_random(pool.buffer)
+    runs = torch.tensor([[0, 32, 32], run])
+    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="runs leave the page of 256 bytes"):
+        torch.ops.pm_ops.copy_slots(pool.buffer, torch.tensor([0]), torch.tensor([5]), runs, 4, pool.region)

@@ -1,5 +1,7 @@
 """What every operator promises to torch: schema, fake, autograd, compile."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
-import pm_ops  # noqa: F401  (registers the operators)
+from pm_ops.ops import attention, merge, pages, store
 from pm_ops.testing import sample_inputs
 
 MUTATING = ["store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots"]
@@ -82,21 +84,44 @@ def test_fake_keeps_the_token_count_symbolic():
     assert isinstance(out.shape[0], torch.SymInt) and out.shape[0].node.expr == slots.shape[0].node.expr
 
 
-GRAD_INPUTS = {"store_kv": ("key", 1), "attention": ("query", 1), "merge_attention": ("lse_b", 3)}
+GRAD_INPUTS = {
+    "store_kv": ["key", "value", "key_scale_tensor", "value_scale_tensor"],
+    "load_kv": ["scale_tensor"],
+    "attention": ["query", "sinks", "alibi_slopes", "bias", "key_scale_tensor", "value_scale_tensor"],
+    "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
+}
 
 
-@pytest.mark.parametrize("name", GRAD_INPUTS)
+@pytest.mark.parametrize(("name", "argument"), [(n, a) for n, names in GRAD_INPUTS.items() for a in names])
 @pytest.mark.parametrize("fake", [False, True], ids=["kernel", "fake"])
-def test_an_input_that_needs_a_gradient_is_refused(name, fake):
-    argument, position = GRAD_INPUTS[name]
-    args, kwargs = list(sample_inputs(name))[-2]
+def test_an_input_that_needs_a_gradient_is_refused(name, argument, fake):
+    names = [a.name for a in op_of(name)._schema.arguments]
+    args, kwargs = next(s for s in sample_inputs(name) if len(s[0]) > 1 and s[0][1] is not None and s[0][1].numel())
+    values = dict(zip(names, args, strict=False)) | kwargs
+    if name == "load_kv":
+        values["out_dtype"] = torch.float32
+    shapes = {"sinks": (4,), "alibi_slopes": (4,), "bias": (1, 1, 1, 20)}
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else torch.enable_grad():
-        args = list(args)
-        args[position] = torch.zeros_like(args[position], requires_grad=True)
+        like = values.get(argument)
+        values[argument] = torch.zeros(like.shape if like is not None else shapes.get(argument, ()), requires_grad=True)
         with pytest.raises(RuntimeError, match=f"{argument} requires grad"):
-            op_of(name)(*args, **kwargs)
+            op_of(name)(**values)
         with torch.no_grad():
-            op_of(name)(*args, **kwargs)
+            op_of(name)(**values)
+
+
+@pytest.mark.parametrize("name", MUTATING + READING)
+def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
+    """The dispatcher drops arguments that equal the schema's default, so that a drift would be silent."""
+    module = {"store_kv": store, "load_kv": store, "attention": attention, "merge_attention": merge}.get(name, pages)
+    cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
+    fields = dataclasses.fields(cls)
+    arguments = op_of(name)._schema.arguments
+    assert [f.name for f in fields] == [a.name for a in arguments]
+    for field, argument in zip(fields, arguments, strict=True):
+        assert (field.default is not dataclasses.MISSING) == argument.has_default_value()
+        if argument.has_default_value():
+            assert field.default == argument.default_value and type(field.default) is type(argument.default_value)
 
 
 @pytest.mark.parametrize("name", [n for n in MUTATING + READING if n != "merge_attention"])

@@ -101,19 +101,23 @@ def test_casts_round_to_nearest_even():
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("dtype", [*FP8, torch.float16])
-def test_stored_is_x_over_scale_and_loading_multiplies_it_back(dtype, as_tensor):
-    pool = pm_ops.PagePool(pm_ops.page_major(1, 2, 8, 4, dtype), 2)
+@pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*FP8, torch.float16, torch.float32])
+def test_stored_is_x_over_scale_and_loading_multiplies_it_back(dtype, rows_dtype, as_tensor):
+    """The quotient is the float32 one: not by the reciprocal, and not in the rows' dtype."""
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 4, 32, 4, dtype), 2)
     scales = [torch.tensor(s) if as_tensor else s for s in (0.3, 2.5)]
-    key, value = rows_for(pool, 0, 3)
+    key, value = rows_for(pool, 0, 3, rows_dtype)
     slots = torch.tensor([2, 7, 0])
     pm_ops.store_kv(pool, 0, key, value, slots, key_scale=scales[0], value_scale=scales[1])
     for kind, rows, scale in (("key", key, 0.3), ("value", value, 2.5)):
-        quotient = (rows.double() / struct.unpack("f", struct.pack("f", scale))[0]).float()
+        single = struct.unpack("f", struct.pack("f", scale))[0]
+        quotient = (rows.double() / single).float()
         stored = pm_ops.load_kv(pool, 0, slots, kind).float()
         assert torch.equal(stored, quotient.to(dtype).float())
-        back = pm_ops.load_kv(pool, 0, slots, kind, scale=scales[kind == "value"], out_dtype=torch.float32)
-        assert torch.equal(back, stored * torch.tensor(scale))
+        for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+            back = pm_ops.load_kv(pool, 0, slots, kind, scale=scales[kind == "value"], out_dtype=out_dtype)
+            assert torch.equal(back, (stored.double() * single).float().to(out_dtype))
 
 
 @pytest.mark.parametrize("scale", [1e-50, 1e300, 0.0, math.nan, -1.0, math.inf])
@@ -140,7 +144,19 @@ REFUSED = {
     "no such layer": (lambda p, k: pm_ops.store_kv(p, 7, k, None, torch.tensor([0])), "layers are 0 to 1"),
     "load past the end": (lambda p, k: pm_ops.load_kv(p, 1, torch.tensor([20])), "has 20, but there are 20"),
     "scaled bits": (lambda p, k: pm_ops.load_kv(p, 1, torch.tensor([0]), scale=2.0), "needs out_dtype"),
-    "integer rows": (lambda p, k: pm_ops.store_kv(p, 1, k[:1].int(), None, torch.tensor([0])), "floating point rows"),
+    "integer rows": (lambda p, k: pm_ops.store_kv(p, 1, k[:1].int(), None, torch.tensor([0])), "must be rows"),
+    "float64 rows": (lambda p, k: pm_ops.store_kv(p, 1, k[:1].double(), None, torch.tensor([0])), "got float64"),
+    "one slot more": (lambda p, k: pm_ops.store_kv(p, 1, k[:2], None, torch.arange(3)), "3 slots for 2 key rows"),
+    "slot 0 twice": (lambda p, k: pm_ops.store_kv(p, 1, k[:2], None, torch.tensor([0, 0])), "names 0 twice"),
+    "an integer output": (
+        lambda p, k: pm_ops.load_kv(p, 1, torch.tensor([0]), out_dtype=torch.int32),
+        "out_dtype int32",
+    ),
+    "rows elsewhere": (lambda p, k: pm_ops.store_kv(p, 1, k[:1].to("meta"), None, torch.tensor([0])), "key is on meta"),
+    "a scale elsewhere": (
+        lambda p, k: pm_ops.store_kv(p, 1, k[:1], None, torch.tensor([0]), key_scale=torch.ones(1, device="meta")),
+        "key_scale_tensor is on meta",
+    ),
 }
 
 
@@ -158,11 +174,16 @@ def test_a_plane_that_leaves_the_buffer_is_refused():
     pool = pm_ops.PagePool(pm_ops.page_major(2, 2, 8, 4, torch.float32), 5)
     plane = pool.geometry(1, "value")
     rows = torch.ones(1, 3, 8)
-    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="ends at byte"):
+    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="does not hold pages"):
         torch.ops.pm_ops.store_kv(pool.buffer, None, rows, torch.tensor([0]), None, plane, 4, None, torch.float32)
+    with pytest.raises(ValueError, match="come together"):
+        torch.ops.pm_ops.store_kv(pool.buffer, None, rows, torch.tensor([0]), plane, plane, 4, None, torch.float32)
+    one_byte_less = pool.buffer[:-1]
+    with pytest.raises(ValueError, match="does not hold pages"):
+        torch.ops.pm_ops.load_kv(one_byte_less, torch.tensor([0]), plane, 4, 2, 8, torch.float32)
     with pytest.raises(ValueError, match="not supported"):
         torch.ops.pm_ops.load_kv(pool.buffer, torch.tensor([0]), plane, 4, 2, 8, torch.int8)
-    with pytest.raises(ValueError, match="not aligned"):
+    with pytest.raises(ValueError, match="multiples of 4"):
         torch.ops.pm_ops.load_kv(pool.buffer, torch.tensor([0]), [2, *plane[1:]], 4, 2, 8, torch.float32)
 
 
@@ -197,3 +218,32 @@ def test_a_wide_integer_range_of_slots_round_trips():
         assert torch.equal(got.float(), rows.to(torch.float8_e4m3fn).float())
         start = 3_999_999 * pool.page_stride
         assert raw(rows[0].to(torch.float8_e4m3fn)) == bytes(pool.buffer[start : start + 576].tolist())
+
+
+def test_the_smaller_of_two_planes_bounds_the_slots():
+    """A value plane of fewer pages: a slot past it is refused, not half written."""
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 5)
+    planes = pool.geometry(0, "key"), [*pool.geometry(0, "value")[:4], 3]
+    rows = torch.ones(1, 1, 8)
+    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="there are 12"):
+        torch.ops.pm_ops.store_kv(pool.buffer, rows, rows, torch.tensor([13]), *planes, 4, torch.float32, torch.float32)
+
+
+def test_a_buffer_that_is_a_slice_addresses_its_own_bytes():
+    layout = pm_ops.page_major(1, 1, 8, 4, torch.float32)
+    pool = pm_ops.PagePool(layout, 3)
+    outer = torch.zeros(64 + 3 * layout.page_bytes, dtype=torch.uint8)
+    rows, slots = torch.randn(2, 1, 8), torch.tensor([9, 2])
+    for buffer in (outer[64:], pool.buffer):
+        plane = pool.geometry(0, "key")
+        torch.ops.pm_ops.store_kv(buffer, rows, None, slots, plane, None, 4, torch.float32, None)
+    assert torch.equal(outer[64:], pool.buffer) and not outer[:64].any()
+
+
+def test_a_state_plane_has_no_slots():
+    layout = pm_ops.PageLayout(4, 48, (pm_ops.Plane(0, "conv", 0, None, 16, (3, 4), torch.float32),))
+    pool = pm_ops.PagePool(layout, 2)
+    with pytest.raises(ValueError, match="is a state"):
+        pm_ops.load_kv(pool, 0, torch.tensor([0]), "conv")
+    with pytest.raises(ValueError, match="no token planes"):
+        pool.copy_slots([0], [1])
