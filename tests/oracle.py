@@ -56,7 +56,7 @@ def store(
     slots: Iterable[int],
     scale: float = 1.0,
 ) -> set[int]:
-    """Write ``rows [T, H, D]`` to slots, skipping those below 0 and past the end; returns the bytes that were written."""
+    """Write ``rows [T, H, D]`` to slots, skipping those below 0 and past the end; returns the bytes it covered."""
     touched: set[int] = set()
     for i, slot in enumerate(slots):
         if 0 <= slot < plane[4] * page_size:

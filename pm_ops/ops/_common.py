@@ -182,8 +182,8 @@ def require_plane(
                 holds,
                 lambda: (
                     f"{name}_plane {list(plane)} does not hold pages of {page_size} x {heads} heads x {dim} "
-                    f"{dtype_name(dtype)} in a buffer of {nbytes} bytes: offset and strides must be multiples of {item} "
-                    f"and not negative, heads must not overlap, and the last element ends at byte {end}"
+                    f"{dtype_name(dtype)} in a buffer of {nbytes} bytes: offset and strides must be multiples of "
+                    f"{item} and not negative, heads must not overlap, and the last element ends at byte {end}"
                 ),
             )
 
