@@ -188,9 +188,7 @@ class Attention:
         require_values(lengths >= 0, lambda: f"seq_lens has {int(lengths.min())}; a length must not be negative")
         require_values(
             lengths <= capacity,
-            lambda: (
-                f"seq_lens has {int(lengths.max())}, but {table.shape[1]} page_table columns x page_size hold {capacity}"
-            ),
+            lambda: f"seq_lens has {int(lengths.max())}, but page_table columns x page_size are {capacity} keys",
         )
         queries = torch.full_like(lengths, self.query.shape[0] // max(lengths.shape[0], 1))
         if self.query_start is not None:
