@@ -1,0 +1,29 @@
+"""Models written for layer-major caches, compiled onto pages.
+
+::
+
+    binding = bind(pool, keys=[...], values=[...])            # or bind(pool, static_cache)
+    model = torch.compile(model, backend=page_major_backend(binding))
+    model(...)                                                # the model's own code
+    print(binding.report())
+"""
+
+from .backend import PageMajorBackend, page_major_backend, pm_ops_backend
+from .binding import Binding, bind
+from .engine_ops import Attend, Store, register_attention_op, register_store_op
+from .report import Entry, RewriteError, RewriteReport
+
+__all__ = [
+    "Attend",
+    "Binding",
+    "Entry",
+    "PageMajorBackend",
+    "RewriteError",
+    "RewriteReport",
+    "Store",
+    "bind",
+    "page_major_backend",
+    "pm_ops_backend",
+    "register_attention_op",
+    "register_store_op",
+]

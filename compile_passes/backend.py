@@ -1,0 +1,190 @@
+"""The torch.compile backend: a layer-major model in, its graphs on pages out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend, register_backend
+from torch.fx import GraphModule
+
+from .binding import Binding
+from .report import RewriteError
+from .rewriter import Rewriter
+from .trace import cache_fake, capture, ends_in_break, finish, fresh_fakes, record, static_fake, storage_key
+
+UNSUPPORTED_READS = ("error", "materialize")
+
+
+class PageMajorBackend:
+    """Rewrites the graphs that touch a binding's caches, and hands every graph to an inner backend.
+
+    Made by :func:`page_major_backend`. ``graphs`` keeps the rewritten graphs' code, in the order they were compiled.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        inner: str | Callable[..., Any] = "inductor",
+        strict: bool = True,
+        on_unsupported_read: str = "error",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(binding, Binding):
+            raise ValueError(f"binding must come from pm_ops.compile_passes.bind, got {type(binding).__name__}")
+        if on_unsupported_read not in UNSUPPORTED_READS:
+            raise ValueError(f"on_unsupported_read={on_unsupported_read!r}; supported: {', '.join(UNSUPPORTED_READS)}")
+        self.binding, self.inner, self.strict = binding, inner, strict
+        self.materialize = on_unsupported_read == "materialize"
+        self.mode, self.options = mode, dict(options or {})
+        self.graphs: list[str] = []
+
+    def __call__(
+        self, gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        """Compile one graph, as torch.compile asks a backend to."""
+        mode, options = mode or self.mode, {**self.options, **(options or {})}
+        self.binding.graph_broke |= ends_in_break(gm)
+        bound = {i: s for i, x in enumerate(inputs) if (s := self.binding.storage_of(x)) is not None}
+        if not bound:
+            self._check_something_was_rewritten()
+            return self._compile_inner(gm, inputs, mode, options)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            raise RewriteError(
+                "the model is called with gradients enabled, and a cache in pages has none; call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+        new = self._rewrite(gm, inputs, bound)
+        self._check_something_was_rewritten()
+        self.graphs.append(new.code)
+        kept = [i for i in range(len(inputs)) if i not in bound]
+        added = self._added()
+        fakes = [static_fake(tensor) for tensor in added]  # AOTAutograd finds these, as long as they live
+        compiled = self._compile_inner(new, [*(inputs[i] for i in kept), *added], mode, options)
+        del fakes
+        return _checked(compiled, kept, added, {i: inputs[i] for i in bound})
+
+    def _added(self) -> list[Tensor]:
+        table = self.binding.page_table
+        return [self.binding.pool.buffer, *([] if table is None else [table])]
+
+    def _rewrite(self, gm: GraphModule, inputs: Sequence[Any], bound: dict[int, int]) -> GraphModule:
+        report = self.binding.report()
+        with fresh_fakes() as fakes:
+            with fakes:
+                device = self.binding.pool.device
+                bases = {
+                    s: torch.empty(self.binding.storage_bytes(s), dtype=torch.uint8, device=device)
+                    for s in set(bound.values())
+                }
+                caches = {i: cache_fake(inputs[i], bases[s]) for i, s in bound.items()}
+            captured = capture(gm, inputs, caches, fakes)
+            storages = {storage_key(base): s for s, base in bases.items()}
+            rewriter = Rewriter(captured.graph, self.binding, storages, self.materialize)
+            kept = [i for i in range(len(inputs)) if i not in bound]
+            added = [static_fake(t, fakes) for t in self._added()]
+
+            def run(*args: Any) -> Any:
+                given = dict(zip(kept, args, strict=False)) | caches
+                table = args[len(kept) + 1] if len(added) > 1 else None
+                return rewriter.rewrite([given[i] for i in range(len(inputs))], args[len(kept)], table)
+
+            try:
+                new = record(run, [*(captured.inputs[i] for i in kept), *added], fakes)
+            except RewriteError as error:
+                report.refused.append(str(error))
+                raise
+        report.add(rewriter.entries)
+        return finish(new, gm, kept, ["pm_buffer", "pm_page_table"][: len(added)])
+
+    def _check_something_was_rewritten(self) -> None:
+        """A model that never touches its bound caches is a mistake, which only a whole graph can tell."""
+        if self.strict and not self.binding.graph_broke and not self.binding.report().entries:
+            raise RewriteError(
+                "the compiled graph neither writes nor reads a bound cache, so nothing was rewritten: is the model "
+                "given the very tensors that were bound? strict=False compiles it as it is"
+            )
+
+    def _compile_inner(
+        self, gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
+    ) -> Callable[..., Any]:
+        if self.inner != "inductor":
+            inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
+            return inner(gm, list(inputs), **options)
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**(list_mode_options(mode) if mode else {}), **options}
+        # It can move a read behind the next store, and the pool would be cloned to keep the old bytes.
+        patches["reorder_for_locality"] = False
+        compiled: Callable[..., Any] = compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[assignment]
+        return compiled
+
+
+def page_major_backend(
+    binding: Binding,
+    inner: str | Callable[..., Any] = "inductor",
+    *,
+    strict: bool = True,
+    on_unsupported_read: str = "error",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> PageMajorBackend:
+    """A backend for ``torch.compile(model, backend=...)`` under which bound caches are written and read in pages.
+
+    Args:
+        binding: of :func:`bind`.
+        inner: what compiles the rewritten graph: ``"inductor"``, another backend's name, or a function.
+        strict: raise where nothing at all is rewritten.
+        on_unsupported_read: ``"error"`` names the user's line; ``"materialize"`` copies what is read out of the pages,
+            on every call.
+        mode, options: for Inductor, as torch.compile has them, such as ``mode="reduce-overhead"``; given to
+            torch.compile they have the same effect.
+
+    Raises:
+        RewriteError: (at the first call) an access to a bound cache has no exact counterpart on pages.
+    """
+    return PageMajorBackend(binding, inner, strict, on_unsupported_read, mode, options)
+
+
+def pm_ops_backend(
+    gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="pm_ops", options={"binding": binding, ...})``.
+
+    Options other than :func:`page_major_backend`'s arguments are Inductor's. torch.compile takes no mode beside
+    options; ``options={"mode": "reduce-overhead", ...}`` is the same.
+    """
+    given = dict(options or {})
+    binding = given.pop("binding", None)
+    if binding is None:
+        raise ValueError('backend="pm_ops" needs options={"binding": binding}, made by pm_ops.compile_passes.bind')
+    own = {name: given.pop(name) for name in ("inner", "strict", "on_unsupported_read") if name in given}
+    mode = given.pop("mode", mode)
+    return PageMajorBackend(binding, **own)(gm, inputs, mode=mode, options=given)
+
+
+if not any(e.name == "pm_ops" for e in entry_points(group="torch_dynamo_backends")):
+    register_backend(pm_ops_backend, name="pm_ops")  # run uninstalled, from the source tree
+
+
+def _checked(
+    compiled: Callable[..., Any], kept: Sequence[int], added: Sequence[Tensor], caches: dict[int, Any]
+) -> Callable[..., Any]:
+    """Call the compiled graph without its caches, after making sure that these are the ones it was compiled for."""
+    expected, extra = list(caches.items()), tuple(added)
+
+    def run(*args: Any) -> Any:
+        for position, cache in expected:
+            if args[position] is not cache:
+                raise RuntimeError(
+                    f"a graph compiled for {cache!r} was called with another tensor, {args[position]!r}; bind every "
+                    "cache before the first call, and give the model the very tensors that were bound"
+                )
+        return compiled(*[args[i] for i in kept], *extra)
+
+    return run

@@ -1,0 +1,132 @@
+"""What a rewrite did and did not do: the errors it raises and the report it leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<code>.*)')
+_FACADE = os.path.join("compile_passes", "facade.py")  # compiled code passes through there; the caller is meant
+
+
+class RewriteError(RuntimeError):
+    """The graph does something with a bound cache that has no exact counterpart on pages."""
+
+
+def user_line(node: Node) -> str:
+    """``file:line: code`` of the statement that a graph node comes from, as its author wrote it."""
+    frames = [m for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if not m["file"].endswith(_FACADE)]
+    if not frames:
+        return f"graph node {node.name} ({form_of(node)})"
+    last = frames[-1]
+    return f"{last['file']}:{last['line']}: {last['code'].strip()}"
+
+
+def form_of(node: Node) -> str:
+    """A node's operator, without namespace and overload."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = node.target._schema.name.partition("::")[2]
+        return "scaled_dot_product_attention" if name == "sdpa" else name
+    return str(node.target)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that a graph does with a layer's planes.
+
+    Args:
+        layer, kinds: which planes; an attention reads two at once.
+        action: ``"write"``, ``"read"`` or ``"materialize"``.
+        form: the operation found, for example ``aten.index_copy_``.
+        line: the user's line.
+        became: the operator that it became.
+    """
+
+    layer: int
+    kinds: tuple[str, ...]
+    action: str
+    form: str
+    line: str
+    became: str
+
+
+@dataclass
+class RewriteReport:
+    """What became of a model's cache accesses. Counts are of (layer, planes), however many graphs were compiled.
+
+    Args:
+        planes: every bound ``(layer, kind)``.
+        bytes_released: bytes of the layer-major caches that binding gave back.
+    """
+
+    planes: Sequence[tuple[int, str]]
+    bytes_released: int
+    entries: list[Entry] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    graphs: int = 0
+
+    def add(self, found: Iterable[Entry]) -> None:
+        """Merge the entries of one compiled graph; a recompiled graph adds nothing new."""
+        known = set(self.entries)
+        for entry in found:
+            if entry not in known:
+                known.add(entry)
+                self.entries.append(entry)
+        self.graphs += 1
+
+    @property
+    def writes_rewritten(self) -> int:
+        """Planes whose writes go to pages."""
+        return len({(e.layer, kind) for e in self.entries if e.action == "write" for kind in e.kinds})
+
+    @property
+    def reads_rewritten(self) -> int:
+        """Reads that go to pages: an attention over a layer's K and V counts once, a gather once a plane."""
+        return len({(e.layer, e.kinds) for e in self.entries if e.action == "read"})
+
+    @property
+    def materialized(self) -> int:
+        """Planes that are copied out of the pages on every call, because a read of them asked for a dense tensor."""
+        return len({(e.layer, kind) for e in self.entries if e.action == "materialize" for kind in e.kinds})
+
+    def untouched(self, action: str) -> list[tuple[int, str]]:
+        """Bound planes that no compiled graph has written (``"write"``) or read (``"read"``) so far."""
+        reads = ("read", "materialize")
+        actions = reads if action == "read" else (action,)
+        seen = {(e.layer, kind) for e in self.entries if e.action in actions for kind in e.kinds}
+        return [plane for plane in self.planes if plane not in seen]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            (f"L{e.layer} {'+'.join(e.kinds)}", e.action, e.form, e.became, e.line) for e in self.entries
+        ]
+        rows = [("plane", "does", "form found", "became", "line"), *_cut(rows)]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]) for r in rows)
+        return "\n".join([table, self._summary(), *(f"refused: {reason}" for reason in self.refused)])
+
+    def _summary(self) -> str:
+        lines = [
+            f"{self.graphs} graphs: {self.writes_rewritten} writes and {self.reads_rewritten} reads rewritten, "
+            f"{self.materialized} materialized; {self.bytes_released} bytes of layer-major cache released"
+        ]
+        for action in ("write", "read"):
+            missing = self.untouched(action)
+            if missing:
+                shown = ", ".join(f"L{layer} {kind}" for layer, kind in missing[:6])
+                more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
+                lines.append(f"no {action} seen yet of {shown}{more}")
+        return "\n".join(lines)
+
+
+def _cut(rows: list[tuple[str, ...]], limit: int = 24) -> list[tuple[str, ...]]:
+    """The middle left out of a deep model's table."""
+    if len(rows) <= limit:
+        return rows
+    half = limit // 2
+    return [*rows[:half], ("...", f"({len(rows) - limit} more)", "", "", ""), *rows[-half:]]

@@ -1,0 +1,192 @@
+"""bind moves caches into pages, gives their memory back, and leaves facades; release undoes it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pm_ops import PagePool, page_major
+from pm_ops.compile_passes import bind, page_major_backend
+
+LAYERS, HEADS, DIM, PAGE = 2, 2, 8, 4
+
+
+def make_pool(pages: int = 10, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> PagePool:
+    return PagePool(page_major(layers, HEADS, DIM, PAGE, dtype), pages)
+
+
+def caches(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for _ in range(LAYERS)]
+
+
+def overlapping() -> list[Tensor]:
+    """Two caches that share 20 of their 40 slots; together they are as long as their storage."""
+    storage = torch.randn(80, HEADS, DIM)
+    return [storage[20:60], storage[40:80]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("shape", [(40, HEADS, DIM), (10, PAGE, HEADS, DIM), (2, HEADS, 13, DIM), (2, 13, HEADS, DIM)])
+def test_bind_and_release_give_the_caches_back_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    keys, values = caches(*shape, dtype=dtype), caches(*shape, dtype=dtype)
+    before, ids = [t.clone() for t in (*keys, *values)], [id(t) for t in (*keys, *values)]
+    pool = make_pool(dtype=dtype)
+    binding = bind(pool, keys=keys, values=values)
+    assert binding.cache_bytes() == 0
+    assert binding.report().bytes_released == sum(t.numel() * t.element_size() for t in before)
+    pool.view(0, "key")[...] = pool.view(0, "key").clone()  # the pages are ordinary memory
+    binding.release()
+    assert [id(t) for t in (*keys, *values)] == ids
+    for got, want in zip((*keys, *values), before, strict=True):
+        assert type(got) is Tensor
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert pool.allocator.num_free == pool.num_pages
+    with pytest.raises(RuntimeError, match="released already"):
+        binding.release()
+
+
+def test_a_stacked_cache_is_bound_by_its_views_and_every_object_over_it_becomes_a_facade() -> None:
+    stack = torch.randn(2, LAYERS, 40, HEADS, DIM)
+    kept, before = stack[1], stack.clone()  # kept: a view that the model holds and bind is not told of
+    pool = make_pool()
+    binding = bind(pool, keys=stack[0], values=stack[1])
+    assert binding.cache_bytes() == 0
+    for tensor in (stack, kept):
+        assert type(tensor).__name__ == "Facade"
+        with pytest.raises(RuntimeError, match="lives in pages"):
+            tensor.sum()
+    torch.testing.assert_close(pool.view(1, "value").reshape(40, HEADS, DIM), before[1, 1])
+    binding.release()
+    assert torch.equal(stack, before)
+    assert torch.equal(kept, before[1])
+
+
+def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
+    kv = [torch.randn(40, 2, HEADS, DIM) for _ in range(LAYERS)]
+    before = copy.deepcopy(kv)
+    pool = make_pool()
+    binding = bind(pool, keys=[t[:, 0] for t in kv], values=[t[:, 1] for t in kv])
+
+    def model(x: Tensor, at: Tensor) -> Tensor:
+        for t in kv:
+            t[at, 0], t[:, 1][at] = x, 2 * x
+        return kv[0][at, 1] + kv[1][:, 0].index_select(0, at)
+
+    x, at = torch.randn(3, HEADS, DIM), torch.tensor([1, 39, 7])
+    with torch.no_grad():
+        got = torch.compile(model, backend=page_major_backend(binding, inner="eager"), fullgraph=True)(x, at)
+    torch.testing.assert_close(got, 2 * x + x)
+    binding.release()
+    for t, want in zip(kv, before, strict=True):
+        want[at] = torch.stack([x, 2 * x], 1)
+        assert torch.equal(t, want)
+
+
+def test_a_facade_answers_metadata_and_refuses_data() -> None:
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+    bind(make_pool(), keys=keys, values=values)
+    k = keys[1]
+    assert (k.shape, k.stride(), k.dtype, k.device.type) == ((40, HEADS, DIM), (16, 8, 1), torch.float32, "cpu")
+    assert (len(k), k.numel(), k.ndim, k.is_contiguous(), k.requires_grad) == (40, 640, 3, True, False)
+    assert "layer 1 key" in repr(k)
+    for touch in (
+        lambda: k[0],
+        lambda: k + 1,
+        lambda: k.T,
+        lambda: k.cpu(),
+        lambda: k.tolist(),
+        lambda: copy.deepcopy(k),
+        lambda: torch.cat([k, k]),
+        lambda: k.copy_(torch.zeros(40, HEADS, DIM)),
+        lambda: k.__setitem__(0, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="layer 1 key, which lives in pages"):
+            touch()
+
+
+def test_zero_zeroes_the_caches_planes_and_nothing_else() -> None:
+    keys, values = caches(2, HEADS, 13, DIM), caches(2, HEADS, 13, DIM)
+    pool = make_pool()
+    pool.buffer.fill_(0xFF)
+    binding = bind(pool, keys=keys, values=values)
+    before = pool.buffer.clone().view(torch.float32).view(10, LAYERS, 2, PAGE, HEADS, DIM)
+    assert keys[1].zero_() is keys[1]
+    after = pool.buffer.view(torch.float32).view(10, LAYERS, 2, PAGE, HEADS, DIM)
+    assert binding.page_table is not None
+    for row in binding.page_table.tolist():
+        for position in range(13):
+            cell = after[row[position // PAGE], 1, 0, position % PAGE]
+            assert not cell.any()
+            cell.copy_(before[row[position // PAGE], 1, 0, position % PAGE])
+    assert torch.equal(after.view(torch.int32), before.view(torch.int32))
+
+
+def test_eager_code_after_a_graph_break_is_told_of_the_facade() -> None:
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+    binding = bind(make_pool(), keys=keys, values=values)
+
+    def model(x: Tensor, at: Tensor) -> Tensor:
+        keys[0][at] = x
+        torch._dynamo.graph_break()
+        return x + read(at)
+
+    @torch._dynamo.disable
+    def read(at: Tensor) -> Tensor:
+        return keys[0][at]
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="TORCH_LOGS=graph_breaks"):
+        torch.compile(model, backend=page_major_backend(binding, inner="eager"))(
+            torch.ones(2, HEADS, DIM), torch.tensor([1, 2])
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keys": caches(36, HEADS, DIM)}, "make the pool with num_pages=9"),
+        ({"keys": caches(9, PAGE, HEADS, DIM)}, "make the pool with num_pages=9"),
+        ({"keys": caches(40, 3, DIM)}, "fits no cache form"),
+        ({"keys": caches(2, HEADS, 24, DIM)}, r"2 sequences of 24 tokens need 12 pages"),
+        ({"keys": caches(2, HEADS, HEADS, DIM)}, "say which with dims="),
+        ({"keys": caches(40, HEADS, DIM), "dims": "BHSD"}, "is no BHSD cache"),
+        ({"keys": caches(40, HEADS, DIM), "dims": "NHD"}, "dims='NHD' is unknown"),
+        ({"keys": caches(40, HEADS, DIM)[:1]}, "1 key caches for a layout of 2 layers"),
+        ({"keys": caches(40, HEADS, DIM, dtype=torch.float16)}, "they must agree"),
+        ({"keys": [t.requires_grad_() for t in caches(40, HEADS, DIM)]}, "requires grad"),
+        ({"keys": torch.randn(3, 40, HEADS, DIM)[:2]}, "bind every cache that lies in it"),
+        ({"keys": [torch.randn(40, HEADS, DIM)] * 2}, "bind every cache that lies in it, once"),
+        ({"keys": overlapping()}, "bind every cache that lies in it, once"),
+        ({"keys": [caches(2, HEADS, 13, DIM)[0], caches(2, HEADS, 9, DIM)[0]]}, "one batch and length for all"),
+        ({"keys": [[1.0], [2.0]]}, "must be a plain torch.Tensor"),
+        ({}, "nothing to bind"),
+        ({"cache": object()}, "has no layers"),
+        ({"cache": object(), "keys": caches(40, HEADS, DIM)}, "not both"),
+    ],
+)
+def test_what_cannot_be_bound_is_refused_and_nothing_changes(arguments: dict[str, Any], message: str) -> None:
+    pool = make_pool()
+    with pytest.raises(ValueError, match=message):
+        bind(pool, **arguments)
+    assert pool.allocator.num_free == pool.num_pages
+    assert not pool.buffer.any()
+
+
+def test_a_bound_cache_is_not_bound_again() -> None:
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+    bind(make_pool(), keys=keys, values=values)
+    with pytest.raises(ValueError, match="bound already"):
+        bind(make_pool(), keys=keys, values=values)
+
+
+def test_dims_settles_a_shape_that_fits_two_forms() -> None:
+    keys, values = caches(2, HEADS, HEADS, DIM), caches(2, HEADS, HEADS, DIM)
+    for dims, first in (("BHSD", keys[0][1, :, 1]), ("BSHD", keys[0][1, 1])):
+        want, pool = first.clone(), make_pool()
+        binding = bind(pool, keys=keys, values=values, dims=dims)
+        assert binding.page_table is not None
+        assert torch.equal(pool.view(0, "key")[int(binding.page_table[1, 0]), 1], want)
+        binding.release()
