@@ -13,6 +13,7 @@ from .functional import (
     attention,
     load_kv,
     merge_attention,
+    rope_store_kv,
     store_kv,
 )
 from .layout import PageLayout, Plane
@@ -30,6 +31,7 @@ __all__ = [
     "merge_attention",
     "ops",
     "page_major",
+    "rope_store_kv",
     "store_kv",
     "token_major",
     "vllm",

@@ -44,6 +44,72 @@ def store_kv(
     torch.ops.pm_ops.store_kv(*args, *_scale_arguments(key_scale, value_scale))
 
 
+def rope_store_kv(
+    pool: PagePool,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    key_scale: Scale = 1.0,
+    value_scale: Scale = 1.0,
+    return_key: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rotate query and key by their positions and write key and value to their slots, in one launch.
+
+    Args:
+        query, key, value: ``[T, Hq, D]``, ``[T, Hk, D]``, ``[T, Hv, Dv]``, any strides (slices of one projection, say);
+            query and key float32, float16 or bfloat16. They are not written.
+        positions: int32 or int64 ``[T]``, each token's row of ``cos_sin``.
+        cos_sin: ``[max_position, R]``, R / 2 cosines, then R / 2 sines; elements from R on are not rotated.
+        slots, key_scale, value_scale: as in :func:`store_kv`. Rows without a slot are rotated all the same.
+        interleaved: pairs are neighbours (GPT-J) instead of R / 2 apart (GPT-NeoX).
+        q_weight, k_weight: ``[D]``, RMSNorm over each head before the rotation (QK-norm), both or neither.
+        eps, weight_offset: of that norm, whose factor is ``weight_offset + weight``; 1 for Gemma.
+        return_key: also return the rotated key.
+
+    Returns the rotated query, fresh and contiguous, or ``(query, key)``. Computed in float32 and rounded once to the
+    dtype they came in, and from that the key is stored: without weights the result is, bit for bit, that of a rotation
+    in float32, a cast and :func:`store_kv`. The exact order is in :class:`pm_ops.ops.rope.RopeStoreKV`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; on CPU also a slot or position out of range, or a slot twice.
+        RuntimeError: an input requires grad.
+    """
+    key_plane, key_dtype = _rows_plane(pool, layer, "key", key)
+    value_plane, value_dtype = _rows_plane(pool, layer, "value", value)
+    rotated_query, rotated_key = torch.ops.pm_ops.rope_store_kv(
+        pool.buffer,
+        query,
+        key,
+        value,
+        positions,
+        cos_sin,
+        slots,
+        key_plane,
+        value_plane,
+        pool.page_size,
+        key_dtype,
+        value_dtype,
+        interleaved,
+        q_weight,
+        k_weight,
+        eps,
+        weight_offset,
+        *_scale_arguments(key_scale, value_scale),
+        return_key,
+    )
+    return (rotated_query, rotated_key) if return_key else rotated_query
+
+
 def load_kv(
     pool: PagePool,
     layer: int,

@@ -81,6 +81,7 @@ def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
         return
     make = {
         "store_kv": _store_samples,
+        "rope_store_kv": _rope_samples,
         "load_kv": _load_samples,
         "attention": _attention_samples,
         "copy_pages": _page_samples,
@@ -130,6 +131,24 @@ def _store_samples(op: str, pool: PagePool) -> Iterator[Sample]:
         (pool.buffer, *rows, slots, key_plane, None, pool.page_size, dtype, None),
         {"key_scale_tensor": scale},
     )
+
+
+def _rope_samples(op: str, pool: PagePool) -> Iterator[Sample]:
+    key, value = pool.layout.plane(1, "key"), pool.layout.plane(1, "value")
+    (heads, dim), (_, value_dim) = key.shape, value.shape
+    planes = (pool.geometry(1, "key"), pool.geometry(1, "value"), pool.page_size, key.dtype, value.dtype)
+    device = pool.device
+    for count, index in ((0, torch.int32), (4, torch.int64)):
+        slots = _ids(count, pool.num_slots, index, device)
+        query, k = torch.randn(count + 1, 3 * heads, dim, device=device).split([2 * heads, heads], 1)
+        v = torch.randn(count + 1, value_dim, heads, device=device).transpose(1, 2)
+        positions = torch.arange(count + 1, dtype=index, device=device).flip(0)
+        weights = {"q_weight": torch.randn(dim, device=device), "k_weight": torch.randn(dim, device=device).half()}
+        table = torch.randn(9, dim, device=device)
+        yield (pool.buffer, query, k, v, positions, table, slots, *planes), {**weights, "return_key": True}
+    rows = (query.bfloat16(), k.half(), v.half(), positions.int(), table[:, : dim // 2].bfloat16(), slots.int())
+    options = {"interleaved": True, "key_scale_tensor": torch.tensor(0.5, device=device), "value_scale": 2.0}
+    yield (pool.buffer, *rows, *planes), options
 
 
 def _load_samples(op: str, pool: PagePool) -> Iterator[Sample]:

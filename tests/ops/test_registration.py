@@ -9,11 +9,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pm_ops.ops import attention, merge, pages, store
+from pm_ops.ops import attention, merge, pages, rope, store
 from pm_ops.testing import sample_inputs
 
-MUTATING = ["store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots"]
+MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots"]
 READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
+RETURNING = [*READING, "rope_store_kv"]
 
 
 def op_of(name):
@@ -47,10 +48,10 @@ def test_only_the_buffer_is_declared_mutated_and_nothing_returned_aliases(name):
     mutated = [a.name for a in schema.arguments if a.alias_info is not None]
     assert mutated == (["buffer"] if name in MUTATING else [])
     assert all(r.alias_info is None for r in schema.returns)
-    assert bool(schema.returns) == (name in READING)
+    assert bool(schema.returns) == (name in RETURNING)
 
 
-@pytest.mark.parametrize("name", READING)
+@pytest.mark.parametrize("name", RETURNING)
 def test_fake_with_symbolic_sizes_has_the_real_kernels_shapes_strides_and_dtypes(name):
     for args, kwargs in sample_inputs(name):
         real = tree_leaves(op_of(name)(*args, **kwargs))
@@ -84,10 +85,12 @@ def test_fake_keeps_the_token_count_symbolic():
     assert isinstance(out.shape[0], torch.SymInt) and out.shape[0].node.expr == slots.shape[0].node.expr
 
 
+SCALES = ["key_scale_tensor", "value_scale_tensor"]
 GRAD_INPUTS = {
-    "store_kv": ["key", "value", "key_scale_tensor", "value_scale_tensor"],
+    "store_kv": ["key", "value", *SCALES],
+    "rope_store_kv": ["query", "key", "value", "cos_sin", "q_weight", "k_weight", *SCALES],
     "load_kv": ["scale_tensor"],
-    "attention": ["query", "sinks", "alibi_slopes", "bias", "key_scale_tensor", "value_scale_tensor"],
+    "attention": ["query", "sinks", "alibi_slopes", "bias", *SCALES],
     "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
 }
 
@@ -113,7 +116,8 @@ def test_an_input_that_needs_a_gradient_is_refused(name, argument, fake):
 @pytest.mark.parametrize("name", MUTATING + READING)
 def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
     """The dispatcher drops arguments that equal the schema's default, so that a drift would be silent."""
-    module = {"store_kv": store, "load_kv": store, "attention": attention, "merge_attention": merge}.get(name, pages)
+    modules = {"store_kv": store, "load_kv": store, "rope_store_kv": rope, "attention": attention}
+    module = {**modules, "merge_attention": merge}.get(name, pages)
     cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
     fields = dataclasses.fields(cls)
     arguments = op_of(name)._schema.arguments

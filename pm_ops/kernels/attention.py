@@ -1,0 +1,427 @@
+"""attention over pages: one kernel for decode, prefill and mixed batches.
+
+A program holds BLOCK_M rows: BLOCK_Q consecutive queries of one sequence x the query heads that share one KV head, so
+that keys and values are read once for all of them whatever the group's size. It walks its sequence's keys in tiles of
+BLOCK_N, whatever the page size, with an online softmax in fp32. Where the grid alone would not fill the device, the
+programs also split the KV axis and `merge_splits` joins their parts.
+
+Which keys a tile reads follows from positions alone, never from page ids, so results do not depend on where pages lie.
+They do depend on the number of splits, and that on shapes: batch, heads, page table width, and the device.
+
+Keys past the sequence, past the last key that the program's queries see, or before the first one, are never loaded, nor
+are their page ids; with a bias, nor are values that it hides from all rows of the program. So what lies in unstored,
+freed or hidden slots has no influence. A non-finite value of a key that one query of a program sees may reach the other
+queries of that program (0 * NaN in P @ V), all of the same sequence and at most BLOCK_Q apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_plan import plan, tile_dim
+from .common import LN2, LOG2E, TRITON_DTYPE, on_device, slot_offset
+from .merge import merge_splits
+
+if TYPE_CHECKING:
+    from ..ops.attention import Attention
+
+
+@triton.jit
+def _find_sequence(query_start, block, batch, BLOCK_Q: tl.constexpr):
+    """The sequence of a query block, by bisection; `batch` stands for the padding rows behind the last sequence.
+
+    Sequence b's blocks begin at `query_start[b] // BLOCK_Q + b`, which leaves each as many blocks as it can need.
+    """
+    low = tl.zeros([], tl.int32)
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _load_rows(address, present, DTYPE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of DIM elements at byte addresses, as a tile of BLOCK columns. Absent rows and columns past DIM are 0."""
+    d = tl.arange(0, BLOCK)
+    element = address.to(tl.pointer_type(DTYPE))[:, None] + d[None, :]
+    if MASKED:
+        if DIM == BLOCK:
+            x = tl.load(element, mask=present[:, None], other=0.0)
+        else:
+            x = tl.load(element, mask=present[:, None] & (d < DIM)[None, :], other=0.0)
+    else:
+        if DIM == BLOCK:
+            x = tl.load(element)
+        else:
+            x = tl.load(element, mask=(d < DIM)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def _attend(
+    acc,
+    m,
+    l,
+    q,
+    position,
+    keys,
+    values,
+    page_table,
+    key_page_stride,
+    key_token_stride,
+    value_page_stride,
+    value_token_stride,
+    scale,
+    softcap,
+    slope,
+    bias,
+    bias_rows,
+    bias_valid,
+    bias_key_stride,
+    bias_keys,
+    window,
+    lo,
+    hi,
+    begin,
+    end,
+    MASKED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    KEY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM_K: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Take the key tiles from `begin` to `end` into the running (acc, m, l); m and the logits are in units of log 2.
+
+    Without MASKED, every key of these tiles is present and visible to every row, but for the bias.
+    """
+    for n in tl.range(begin, end, BLOCK_N):
+        j = n + tl.arange(0, BLOCK_N)
+        present = (j >= lo) & (j < hi)
+        if MASKED:
+            page = tl.load(page_table + j // PAGE_SIZE, mask=present, other=0)
+        else:
+            page = tl.load(page_table + j // PAGE_SIZE)
+        token = j % PAGE_SIZE
+        slot = slot_offset(page, token, key_page_stride, key_token_stride)
+        k = _load_rows(keys + slot, present, KEY_DTYPE, DIM_K, BLOCK_K, MASKED)
+        x = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if SOFTCAP:
+            # c * tanh(y / c) as c * (1 - 2 / (1 + exp(2 y / c))): finite for every y
+            x = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(x * (scale * (2.0 * LOG2E) / softcap))))
+        else:
+            x = x * (scale * LOG2E)
+        if ALIBI:
+            x += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
+        seen = present
+        if MASKED or (bias is not None):
+            visible = present[None, :]
+            if MASKED and CAUSAL:
+                visible = visible & (j[None, :] <= position[:, None])
+            if MASKED and WINDOW:
+                visible = visible & (j[None, :] > position[:, None] - window)
+                if not CAUSAL:
+                    visible = visible & (j[None, :] < position[:, None] + window)
+            if bias is not None:
+                at = bias + bias_rows[:, None] + j[None, :].to(tl.int64) * bias_key_stride
+                read = bias_valid[:, None] & (j < bias_keys)[None, :]
+                if bias.dtype.element_ty == tl.uint8:
+                    visible = visible & (tl.load(at, mask=read, other=0) != 0)
+                else:
+                    added = tl.load(at, mask=read, other=float("-inf")).to(tl.float32)
+                    visible = visible & (added != float("-inf"))
+                    x += added * LOG2E
+                seen = present & (tl.max(visible.to(tl.int32), 0) != 0)
+            x = tl.where(visible, x, float("-inf"))
+            new_m = tl.maximum(m, tl.max(x, 1))
+            top = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen no key yet
+        else:
+            new_m = tl.maximum(m, tl.max(x, 1))
+            top = new_m
+        p = tl.exp2(x - top[:, None])
+        shrink = tl.exp2(m - top)
+        l = l * shrink + tl.sum(p, 1)
+        if not SAME_STRIDES:
+            slot = slot_offset(page, token, value_page_stride, value_token_stride)
+        v = _load_rows(values + slot, seen, VALUE_DTYPE, DIM_V, BLOCK_V, MASKED or (bias is not None))
+        acc = tl.dot(p.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
+        m = new_m
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=["num_queries", "uniform", "batch", "max_keys", "window", "bias_queries"])
+def _attention(
+    buffer,
+    query,
+    page_table,
+    seq_lens,
+    query_start,  # None: every sequence has `uniform` queries
+    sinks,
+    alibi_slopes,
+    bias,
+    key_scale_tensor,
+    value_scale_tensor,
+    out,  # [T, Hq, Dv] of the query's dtype; with SPLIT [splits, T, Hq, Dv] fp32
+    lse,  # [T, Hq] fp32, or None; with SPLIT [splits, T, Hq]
+    softmax_scale,
+    value_scale,
+    softcap,
+    num_queries: tl.int64,
+    uniform: tl.int32,
+    batch: tl.int32,
+    max_keys: tl.int32,
+    window: tl.int32,
+    query_stride: tl.int64,
+    query_head_stride: tl.int64,
+    query_dim_stride,  # unannotated: 1 becomes a constant
+    page_table_stride: tl.int64,
+    key_offset: tl.int64,
+    key_page_stride: tl.int64,
+    key_token_stride: tl.int64,
+    key_head_stride: tl.int64,
+    value_offset: tl.int64,
+    value_page_stride: tl.int64,
+    value_token_stride: tl.int64,
+    value_head_stride: tl.int64,
+    bias_stride: tl.int64,
+    bias_head_stride: tl.int64,
+    bias_query_stride: tl.int64,
+    bias_key_stride,
+    bias_queries: tl.int32,
+    bias_keys: tl.int32,
+    SAME_STRIDES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    KEY_DOT_DTYPE: tl.constexpr,
+    VALUE_DOT_DTYPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    DIM_K: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last queries see the most keys: they start first
+    kv_head = tl.program_id(1) // HEAD_BLOCKS
+    num_heads = tl.num_programs(1) // HEAD_BLOCKS * GROUP
+    split = tl.program_id(2)
+
+    # Which queries: [first, num) of sequence b, whose rows begin at `start`
+    if query_start is None:
+        blocks = tl.cdiv(uniform, BLOCK_Q)
+        b = block // blocks
+        start = b.to(tl.int64) * uniform
+        num = uniform
+        first = block % blocks * BLOCK_Q
+    else:
+        b = _find_sequence(query_start, block, batch, BLOCK_Q)
+        start = tl.load(query_start + b).to(tl.int64)
+        stop = tl.load(query_start + b + 1, mask=b < batch, other=0).to(tl.int64)
+        num = (tl.where(b < batch, stop, num_queries) - start).to(tl.int32)
+        first = ((block - b) - start // BLOCK_Q).to(tl.int32) * BLOCK_Q
+    if first >= num:
+        return
+    seq_len = tl.load(seq_lens + b, mask=b < batch, other=0).to(tl.int32)
+
+    # Which rows: heads vary fastest
+    row = tl.arange(0, BLOCK_M)
+    i = first + row // HEADS
+    member = tl.program_id(1) % HEAD_BLOCKS * HEADS + row % HEADS
+    head = kv_head * GROUP + member
+    t = start + i
+    valid = (row < BLOCK_Q * HEADS) & (i < num) & (member < GROUP) & (t < num_queries)
+    position = seq_len - num + i
+
+    # Which keys: [lo, hi) are visible to some row, [full_lo, full_hi) to all
+    earliest = seq_len - num + first
+    latest = seq_len - num + tl.minimum(first + BLOCK_Q, num) - 1
+    lo = tl.zeros([], tl.int32)
+    hi = tl.minimum(seq_len, max_keys)
+    full_hi = hi
+    if CAUSAL:
+        hi = tl.minimum(hi, latest + 1)
+        full_hi = tl.minimum(full_hi, earliest + 1)
+    if WINDOW:
+        lo = tl.maximum(lo, earliest - window + 1)
+        if not CAUSAL:
+            hi = tl.minimum(hi, latest + window)
+            full_hi = tl.minimum(full_hi, earliest + window)
+    begin = lo // BLOCK_N * BLOCK_N
+    end = hi
+    if SPLIT:
+        tiles = tl.cdiv(tl.maximum(hi - begin, 0), BLOCK_N)
+        share = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_N
+        begin += split * share
+        end = tl.minimum(hi, begin + share)
+    left = begin
+    if WINDOW:
+        left = tl.minimum(tl.maximum(tl.cdiv(latest - window + 1, BLOCK_N) * BLOCK_N, begin), end)
+    right = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, left), end)
+
+    d = tl.arange(0, BLOCK_K)
+    q_row = t * query_stride + head.to(tl.int64) * query_head_stride
+    q_at = query + q_row[:, None] + d[None, :].to(tl.int64) * query_dim_stride
+    q = tl.load(q_at, mask=valid[:, None] & (d < DIM_K)[None, :], other=0.0).to(KEY_DOT_DTYPE)
+    scale = softmax_scale
+    if key_scale_tensor is not None:
+        scale = softmax_scale * tl.load(key_scale_tensor)
+    out_scale = value_scale
+    if value_scale_tensor is not None:
+        out_scale = tl.load(value_scale_tensor)
+    keys = buffer + (key_offset + kv_head.to(tl.int64) * key_head_stride)
+    values = buffer + (value_offset + kv_head.to(tl.int64) * value_head_stride)
+    table = page_table + b.to(tl.int64) * page_table_stride
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if sinks is not None:  # one more logit, in the first split alone
+        with_sink = valid & (b < batch) & (split == 0)
+        m = tl.load(sinks + head, mask=with_sink, other=float("-inf")).to(tl.float32) * LOG2E
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+    slope = l
+    if alibi_slopes is not None:
+        slope = tl.load(alibi_slopes + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+    bias_rows = t
+    if bias is not None:
+        bias_rows = b.to(tl.int64) * bias_stride + head.to(tl.int64) * bias_head_stride
+        bias_rows += i.to(tl.int64) * bias_query_stride
+    bias_valid = valid & (i < bias_queries)
+
+    # In three parts, of which the middle one needs no masks
+    for part in tl.static_range(3):
+        if part == 0:
+            part_begin = begin
+            part_end = left
+        elif part == 1:
+            part_begin = left
+            part_end = right
+        else:
+            part_begin = right
+            part_end = end
+        if WINDOW or part > 0:
+            acc, m, l = _attend(
+                acc, m, l, q, position, keys, values, table,
+                key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale, softcap, slope,
+                bias, bias_rows, bias_valid, bias_key_stride, bias_keys, window, lo, hi, part_begin, part_end,
+                part != 1, SAME_STRIDES, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None,
+                KEY_DTYPE, VALUE_DTYPE, VALUE_DOT_DTYPE, PAGE_SIZE, DIM_K, DIM_V, BLOCK_K, BLOCK_V, BLOCK_N,
+            )  # fmt: skip
+
+    # l is 0 only where nothing was seen, and then acc is 0 and m -inf
+    acc = acc * (out_scale / tl.where(l == 0, 1.0, l))[:, None]
+    out_row = t * num_heads + head
+    if SPLIT:
+        out_row += split.to(tl.int64) * num_queries * num_heads
+    d = tl.arange(0, BLOCK_V)
+    mask = valid[:, None] & (d < DIM_V)[None, :]
+    tl.store(out + out_row[:, None] * DIM_V + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        tl.store(lse + out_row, (m + tl.log2(l)) * LN2, mask=valid)
+
+
+def attention(a: Attention) -> tuple[Tensor, Tensor]:
+    """`pm_ops::attention`: one launch, or two where the KV axis is split. `impl` was chosen by the operator."""
+    tokens, q_heads, dim = a.query.shape
+    out = a.query.new_empty((tokens, q_heads, a.value_dim))
+    lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)
+    if tokens == 0 or q_heads == 0:
+        return out, lse
+    p = plan(a)
+    split_shape = (p.splits, tokens, q_heads)
+    partial = a.query.new_empty((*split_shape, a.value_dim), dtype=torch.float32) if p.splits > 1 else out
+    partial_lse = a.query.new_empty(split_shape, dtype=torch.float32) if p.splits > 1 else lse
+    has_lse = a.return_lse or p.splits > 1
+    bias, bias_strides, bias_shape = _bias(a.bias)
+    page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
+    with on_device(a.buffer):
+        _attention[(p.query_blocks, a.kv_heads * p.head_blocks, p.splits)](
+            a.buffer,
+            a.query,
+            page_table,
+            a.seq_lens.contiguous(),
+            None if a.query_start is None else a.query_start.contiguous(),
+            None if a.sinks is None else a.sinks.contiguous(),
+            None if a.alibi_slopes is None else a.alibi_slopes.contiguous(),
+            bias,
+            a.key_scale_tensor,
+            a.value_scale_tensor,
+            partial,
+            partial_lse if has_lse else None,
+            a.softmax_scale if a.key_scale_tensor is not None else a.softmax_scale * a.key_scale,
+            a.value_scale,
+            a.softcap,
+            tokens,
+            tokens // max(a.seq_lens.shape[0], 1),
+            a.seq_lens.shape[0],
+            min(a.page_table.shape[1] * a.page_size, 2**31 - 1),
+            min(a.window, 1 << 30),
+            *a.query.stride(),
+            page_table.stride(0),
+            *a.key_plane[:4],
+            *a.value_plane[:4],
+            *bias_strides,
+            *bias_shape,
+            SAME_STRIDES=list(a.key_plane[1:3]) == list(a.value_plane[1:3]),
+            CAUSAL=a.causal,
+            WINDOW=a.window > 0,
+            SOFTCAP=a.softcap > 0,
+            SPLIT=p.splits > 1,
+            KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
+            VALUE_DTYPE=TRITON_DTYPE[a.value_dtype],
+            KEY_DOT_DTYPE=TRITON_DTYPE[p.key_dot],
+            VALUE_DOT_DTYPE=TRITON_DTYPE[p.value_dot],
+            PAGE_SIZE=a.page_size,
+            GROUP=q_heads // a.kv_heads,
+            HEADS=p.heads,
+            HEAD_BLOCKS=p.head_blocks,
+            DIM_K=dim,
+            DIM_V=a.value_dim,
+            BLOCK_K=tile_dim(dim),
+            BLOCK_V=tile_dim(a.value_dim),
+            BLOCK_M=p.block_m,
+            BLOCK_Q=p.block_q,
+            BLOCK_N=p.block_n,
+            num_warps=p.warps,
+            num_stages=p.stages,
+        )
+        if p.splits > 1:
+            merge_splits(partial, partial_lse, out, lse if a.return_lse else None)
+    return out, lse
+
+
+def _bias(bias: Tensor | None) -> tuple[Tensor | None, list[int], list[int]]:
+    """A bias for the kernel: bool as bytes, broadcast axes with stride 0, and its numbers of query rows and keys."""
+    if bias is None:
+        return None, [0, 0, 0, 0], [0, 0]
+    sizes = bias.shape
+    strides = [0 if size == 1 else stride for size, stride in zip(sizes[:3], bias.stride(), strict=False)]
+    rows = 2**31 - 1 if sizes[2] == 1 else sizes[2]
+    return bias.view(torch.uint8) if bias.dtype == torch.bool else bias, [*strides, bias.stride(3)], [rows, sizes[3]]

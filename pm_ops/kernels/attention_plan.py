@@ -1,0 +1,90 @@
+"""How an attention call is cut into programs: the one place that trades registers, shared memory and parallelism."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+if TYPE_CHECKING:
+    from ..ops.attention import Attention
+
+MAX_SPLITS = 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is cut into programs: tiles, grid and splits. It follows from shapes, dtypes and the device alone."""
+
+    block_m: int
+    block_n: int
+    heads: int
+    head_blocks: int
+    query_blocks: int
+    splits: int
+    warps: int
+    stages: int
+    key_dot: torch.dtype
+    value_dot: torch.dtype
+
+    @property
+    def block_q(self) -> int:
+        """Queries a program holds."""
+        return self.block_m // self.heads
+
+
+def plan(a: Attention) -> Plan:
+    """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
+    tokens, q_heads, dim = a.query.shape
+    batch, group = a.seq_lens.shape[0], q_heads // a.kv_heads
+    queries = a.max_query_len if a.query_start is not None and a.max_query_len else -(-tokens // max(batch, 1))
+    key_dot, value_dot = _dot_dtypes(a.query.dtype, a.key_dtype, a.value_dtype)
+    block_k, block_v = tile_dim(dim), tile_dim(a.value_dim)
+
+    # The accumulator, and a bias's tile, live in registers; fp32 without TF32 runs on the plain cores, in small tiles.
+    item, widest = max(key_dot.itemsize, value_dot.itemsize), max(block_k, block_v)
+    most_rows = min(max((16384 if item == 2 else 4096) // widest, 16), 128 if a.bias is None else 64)
+    heads = min(group, most_rows)
+    block_m = min(max(triton.next_power_of_2(max(queries, 1) * heads), 16), most_rows)
+    warps = 8 if item == 4 or block_m * widest >= 16384 or (a.bias is not None and block_m == 64) else 4
+    # In a decode step little is computed on a tile, so page ids are fetched one tile ahead of keys and values.
+    stages = 3 if block_m <= 32 and item == 2 else 2
+    block_n = 64 if item == 2 else 16
+    while block_n > 16 and block_n * (block_k + block_v) * item * stages + block_m * block_k * item > 160 * 1024:
+        block_n //= 2
+
+    block_q, head_blocks = block_m // heads, -(-group // heads)
+    if a.query_start is None:
+        query_blocks = batch * -(-(tokens // max(batch, 1)) // block_q)
+    else:
+        query_blocks = tokens // block_q + batch + 1
+    keys = a.page_table.shape[1] * a.page_size
+    if a.window:
+        keys = min(keys, (a.window if a.causal else 2 * a.window) + block_q)
+    programs = query_blocks * a.kv_heads * head_blocks
+    wanted = _multiprocessors(a.query.device) * (4 if block_m <= 32 else 1)
+    splits = max(1, min(wanted // max(programs, 1), -(-keys // (2 * block_n)), MAX_SPLITS))
+    return Plan(block_m, block_n, heads, head_blocks, query_blocks, splits, warps, stages, key_dot, value_dot)
+
+
+def _dot_dtypes(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """The operand types of Q @ K and P @ V, such that no operand but P is rounded; fp8 is exact in any of them."""
+    if query == torch.float32:
+        return torch.float32, torch.float32
+    key_dot = query if key in (query, torch.float8_e4m3fn, torch.float8_e5m2) else torch.float32
+    return key_dot, query if value.itemsize == 1 else value
+
+
+def tile_dim(dim: int) -> int:
+    """Columns of a tile that holds rows of `dim` elements: a power of two, and enough for tl.dot."""
+    return max(triton.next_power_of_2(dim), 16)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter: few, so that small tests cover calls with and without splits
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,48 @@
+"""What the kernels share: the slot address, the names of dtypes in Triton, and the device they launch on.
+
+Kernels take the pool's uint8 buffer and strides in bytes, as the ops do, and cast an address to the plane's dtype last.
+So the compiler sees which strides are multiples of 16 and vectorises where the geometry allows it; nothing is assumed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+TRITON_DTYPE = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
+LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with exp2, the hardware's exponential
+LN2 = tl.constexpr(0.6931471805599453)
+# Casts to these saturate; 0.0 stands for a plain cast.
+SATURATES = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+
+
+@triton.jit
+def slot_offset(page, token, page_stride, token_stride):
+    """Byte offset of slot `page * page_size + token` in its plane. 64-bit: page strides pass 2^31 elements early."""
+    return page.to(tl.int64) * page_stride + token.to(tl.int64) * token_stride
+
+
+@triton.jit
+def cast_to(x, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
+    """Round to nearest even; with a LIMIT clamp first, so that infinities and overflow saturate and NaN stays NaN."""
+    if LIMIT > 0:
+        x = x.to(tl.float32)
+        x = tl.where(x > LIMIT, LIMIT, x)
+        x = tl.where(x < -LIMIT, -LIMIT, x)
+    if x.dtype == tl.float64:
+        x = x.to(tl.float32)  # there is no conversion from fp64 to the narrow types
+    return x.to(DTYPE)
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make it the tensor's. CPU tensors are the interpreter's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,0 +1,346 @@
+"""rope_store_kv: query and key rotated, key and value stored, in one launch.
+
+A row is one head of one token. The programs of a launch are shared out, in this order, to the rows of query, of key and
+of value, ROWS a program whatever the number of heads. A row's pairs are loaded as two tiles, the first elements and the
+second ones, and what is not rotated as a third. Products must not be fused into sums, or the result would not be that
+of a rotation by separate operators: the launch asks the compiler for that (`enable_fp_fusion`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import SATURATES, TRITON_DTYPE, cast_to, on_device, slot_offset
+
+if TYPE_CHECKING:
+    from ..ops.rope import RopeStoreKV
+
+
+@triton.jit
+def _rows(block, num_tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """This program's rows, `[ROWS, 1]`, their token and head, and which of them exist."""
+    row = (block.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    return row, row // HEADS, row % HEADS, row < num_tokens * HEADS
+
+
+@triton.jit
+def _cells(
+    buffer,
+    slots,
+    t,
+    h,
+    exists,
+    num_slots,
+    capacity,
+    offset,
+    page_stride,
+    token_stride,
+    head_stride,
+    DTYPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Where in the pool the rows begin, and which of them have a slot."""
+    slot = tl.load(slots + t, mask=exists & (t < num_slots), other=-1).to(tl.int64)
+    address = offset + slot_offset(slot // PAGE_SIZE, slot % PAGE_SIZE, page_stride, token_stride) + h * head_stride
+    return (buffer + address).to(tl.pointer_type(DTYPE)), (slot >= 0) & (slot < capacity)
+
+
+@triton.jit
+def _load_pairs(row, stride, exists, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first and the second elements of the pairs of rows, in fp32; zeros where there are none."""
+    if INTERLEAVED:  # one vectorised load, then apart
+        d = tl.arange(0, 2 * BLOCK)[None, :]
+        x = tl.load(row + d.to(tl.int64) * stride, mask=exists & (d < 2 * HALF), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK, 2)))
+    else:
+        d = tl.arange(0, BLOCK)[None, :]
+        first = tl.load(row + d.to(tl.int64) * stride, mask=exists & (d < HALF), other=0.0).to(tl.float32)
+        second = tl.load(row + (d + HALF).to(tl.int64) * stride, mask=exists & (d < HALF), other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _load_rest(row, stride, exists, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements from START on, as they are; zeros where there are none."""
+    d = START + tl.arange(0, BLOCK)[None, :]
+    return tl.load(row + d.to(tl.int64) * stride, mask=exists & (d < DIM), other=0.0)
+
+
+@triton.jit
+def _store_rest(row, x, exists, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    d = START + tl.arange(0, BLOCK)[None, :]
+    tl.store(row + d, x, mask=exists & (d < DIM))
+
+
+@triton.jit
+def _store_row(
+    row,
+    first,
+    second,
+    rest,
+    exists,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(row + d, tl.interleave(first, second), mask=exists & (d < 2 * HALF))
+    else:
+        d = tl.arange(0, BLOCK)[None, :]
+        tl.store(row + d, first, mask=exists & (d < HALF))
+        tl.store(row + (d + HALF), second, mask=exists & (d < HALF))
+    if DIM > 2 * HALF:
+        _store_rest(row, rest, exists, 2 * HALF, DIM, REST_BLOCK)
+
+
+@triton.jit
+def _rotated(
+    row,
+    weight,
+    positions,
+    cos_sin,
+    t,
+    exists,
+    max_position,
+    eps,
+    weight_offset,
+    stride,
+    table_stride,
+    table_dim_stride,
+    DTYPE: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """First and second elements of the pairs and the rest, after norm and rotation, rounded to the rows' own dtype."""
+    position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
+    known = (position >= 0) & (position < max_position)
+    cos, sin = _load_pairs(
+        cos_sin + position * table_stride, table_dim_stride, exists & known, HALF, BLOCK, INTERLEAVED=False
+    )
+    cos = tl.where(known, cos, float("nan"))
+    first, second = _load_pairs(row, stride, exists, HALF, BLOCK, INTERLEAVED)
+    rest = first  # stands for none
+    if DIM > 2 * HALF:
+        rest = _load_rest(row, stride, exists, 2 * HALF, DIM, REST_BLOCK)
+    if weight is not None:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if DIM > 2 * HALF:
+            rest = rest.to(tl.float32)
+            squares += tl.sum(rest * rest, 1)
+        one = tl.full((1, 1), 1, tl.int1)
+        first_weight, second_weight = _load_pairs(weight, 1, one, HALF, BLOCK, INTERLEAVED)
+        factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * DIM) + eps))[:, None]
+        first = first * factor * (weight_offset + first_weight)
+        second = second * factor * (weight_offset + second_weight)
+        if DIM > 2 * HALF:
+            rest_weight = _load_rest(weight, 1, one, 2 * HALF, DIM, REST_BLOCK).to(tl.float32)
+            rest = rest * factor * (weight_offset + rest_weight)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    return turned_first.to(DTYPE), turned_second.to(DTYPE), rest.to(DTYPE)
+
+
+@triton.jit
+def _stored(x, scale, scale_tensor, SCALED: tl.constexpr, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
+    if SCALED:
+        if scale_tensor is not None:
+            scale = tl.load(scale_tensor).to(tl.float32)
+        x = tl.div_rn(x.to(tl.float32), scale)
+    return cast_to(x, DTYPE, LIMIT)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "capacity", "max_position"])
+def _rope_store_kv(
+    buffer,
+    query,
+    key,
+    value,
+    query_out,
+    key_out,
+    positions,
+    cos_sin,
+    slots,
+    q_weight,
+    k_weight,
+    eps,
+    weight_offset,
+    key_scale,
+    value_scale,
+    key_scale_tensor,
+    value_scale_tensor,
+    num_tokens: tl.int64,
+    num_slots: tl.int64,
+    capacity: tl.int64,
+    max_position: tl.int64,
+    query_stride: tl.int64,
+    query_head_stride: tl.int64,
+    query_dim_stride,  # unannotated: 1 becomes a constant
+    key_stride: tl.int64,
+    key_head_stride: tl.int64,
+    key_dim_stride,
+    value_stride: tl.int64,
+    value_head_stride: tl.int64,
+    value_dim_stride,
+    table_stride: tl.int64,
+    table_dim_stride,
+    key_plane_offset: tl.int64,
+    key_page_stride: tl.int64,
+    key_token_stride: tl.int64,
+    key_plane_head_stride: tl.int64,
+    value_plane_offset: tl.int64,
+    value_page_stride: tl.int64,
+    value_token_stride: tl.int64,
+    value_plane_head_stride: tl.int64,
+    KEY_SCALED: tl.constexpr,
+    KEY_DTYPE: tl.constexpr,
+    KEY_LIMIT: tl.constexpr,
+    VALUE_SCALED: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    VALUE_LIMIT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # Names of tiles are a branch's own: the branches' dtypes may differ, and a variable's type may not.
+    block = tl.program_id(0)
+    query_blocks = tl.cdiv(num_tokens * QUERY_HEADS, ROWS)
+    key_blocks = tl.cdiv(num_tokens * KEY_HEADS, ROWS)
+    if block < query_blocks:
+        row, t, h, exists = _rows(block, num_tokens, QUERY_HEADS, ROWS)
+        q_first, q_second, q_rest = _rotated(
+            query + (t * query_stride + h * query_head_stride), q_weight, positions, cos_sin, t, exists,
+            max_position, eps, weight_offset, query_dim_stride, table_stride, table_dim_stride,
+            query.dtype.element_ty, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED,
+        )  # fmt: skip
+        _store_row(query_out + row * DIM, q_first, q_second, q_rest, exists, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED)
+    elif block < query_blocks + key_blocks:
+        row, t, h, exists = _rows(block - query_blocks, num_tokens, KEY_HEADS, ROWS)
+        key_cell, stored = _cells(
+            buffer, slots, t, h, exists, num_slots, capacity,
+            key_plane_offset, key_page_stride, key_token_stride, key_plane_head_stride, KEY_DTYPE, PAGE_SIZE,
+        )  # fmt: skip
+        if key_out is None:
+            exists = stored
+        k_first, k_second, k_rest = _rotated(
+            key + (t * key_stride + h * key_head_stride), k_weight, positions, cos_sin, t, exists,
+            max_position, eps, weight_offset, key_dim_stride, table_stride, table_dim_stride,
+            key.dtype.element_ty, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED,
+        )  # fmt: skip
+        if key_out is not None:
+            _store_row(
+                key_out + row * DIM, k_first, k_second, k_rest, exists, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED
+            )
+        _store_row(
+            key_cell,
+            _stored(k_first, key_scale, key_scale_tensor, KEY_SCALED, KEY_DTYPE, KEY_LIMIT),
+            _stored(k_second, key_scale, key_scale_tensor, KEY_SCALED, KEY_DTYPE, KEY_LIMIT),
+            _stored(k_rest, key_scale, key_scale_tensor, KEY_SCALED, KEY_DTYPE, KEY_LIMIT),
+            stored, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        row, t, h, exists = _rows(block - query_blocks - key_blocks, num_slots, VALUE_HEADS, ROWS)
+        value_cell, stored = _cells(
+            buffer, slots, t, h, exists, num_slots, capacity,
+            value_plane_offset, value_page_stride, value_token_stride, value_plane_head_stride, VALUE_DTYPE, PAGE_SIZE,
+        )  # fmt: skip
+        x = _load_rest(
+            value + (t * value_stride + h * value_head_stride), value_dim_stride, stored, 0, VALUE_DIM, VALUE_BLOCK
+        )
+        v = _stored(x, value_scale, value_scale_tensor, VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT)
+        _store_rest(value_cell, v, stored, 0, VALUE_DIM, VALUE_BLOCK)
+
+
+def _tile(num_tokens: int, dim: int) -> tuple[int, int]:
+    """ROWS and warps: small programs while there are few tokens, then enough to hide the latency of loads."""
+    block = triton.next_power_of_2(dim)
+    rows = max((1024 if num_tokens <= 512 else 4096) // block, 1)
+    return rows, min(max(rows * block // 256, 1), 8)
+
+
+def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
+    """`pm_ops::rope_store_kv` in one launch."""
+    query, key, value = a.query, a.key, a.value
+    query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    key_out = torch.empty(key.shape if a.return_key else 0, dtype=key.dtype, device=key.device)
+    num_tokens, query_heads, dim = query.shape
+    num_slots, key_heads, (_, value_heads, value_dim) = a.slots.shape[0], key.shape[1], value.shape
+    half = a.cos_sin.shape[1] // 2
+    rows, warps = _tile(num_tokens, max(dim, value_dim))
+    programs = (
+        triton.cdiv(num_tokens * query_heads, rows)
+        + triton.cdiv(num_tokens * key_heads, rows)
+        + triton.cdiv(num_slots * value_heads, rows)
+    )
+    if programs == 0:
+        return query_out, key_out
+    with on_device(a.buffer):
+        _rope_store_kv[(programs,)](
+            a.buffer,
+            query,
+            key,
+            value,
+            query_out,
+            key_out if a.return_key else None,
+            a.positions.contiguous(),
+            a.cos_sin,
+            a.slots.contiguous(),
+            None if a.q_weight is None else a.q_weight.contiguous(),
+            None if a.k_weight is None else a.k_weight.contiguous(),
+            a.eps,
+            a.weight_offset,
+            a.key_scale,
+            a.value_scale,
+            a.key_scale_tensor,
+            a.value_scale_tensor,
+            num_tokens,
+            num_slots,
+            min(a.key_plane[4], a.value_plane[4]) * a.page_size,
+            a.cos_sin.shape[0],
+            *query.stride(),
+            *key.stride(),
+            *value.stride(),
+            *a.cos_sin.stride(),
+            *a.key_plane[:4],
+            *a.value_plane[:4],
+            KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
+            KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
+            KEY_LIMIT=SATURATES.get(a.key_dtype, 0.0),
+            VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
+            VALUE_DTYPE=TRITON_DTYPE[a.value_dtype],
+            VALUE_LIMIT=SATURATES.get(a.value_dtype, 0.0),
+            PAGE_SIZE=a.page_size,
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            HALF=half,
+            INTERLEAVED=a.interleaved,
+            BLOCK=triton.next_power_of_2(half),
+            REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
+            VALUE_BLOCK=triton.next_power_of_2(value_dim),
+            ROWS=rows,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return query_out, key_out

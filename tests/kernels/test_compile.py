@@ -1,0 +1,125 @@
+"""Every kernel compiles for Hopper, which the interpreter cannot tell; no GPU is needed to compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(task: str) -> set[str]:
+    """Run a task of this file in a process of its own, since this one may have imported triton as an interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    run = subprocess.run([sys.executable, __file__, task], env=environment, capture_output=True, text=True, check=False)
+    if run.returncode:
+        pytest.fail(run.stdout + run.stderr)
+    return set(run.stdout.split("\n")) - {""}
+
+
+def test_every_kernel_compiles_for_sm_90():
+    assert {line.split()[0] for line in python("compile")} == {
+        "_store_kv", "_load_kv", "_attention", "_merge_splits", "_merge_attention",
+        "_gather_pages", "_scatter_pages", "_move_slots",
+    }  # fmt: skip
+
+
+def test_layers_and_batch_sizes_share_compiled_kernels():
+    """Over three layers and six numbers of tokens: attention with and without splits, and one of every other kernel."""
+    variants = [line.split()[0] for line in python("variants")]
+    assert sorted(variants) == ["_attention", "_attention", "_merge_splits", "_store_kv"]
+
+
+def instead_of_launching(compile_kernels: bool) -> set[str]:
+    """From now on a launch notes its kernel and specialisation in the set that is returned, and may compile it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    target = GPUTarget("cuda", 90, 32)
+    seen: set[str] = set()
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        backend = make_backend(target)
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        bound, specialization, _ = create_function_from_signature(self.signature, self.params, backend)(*args, **kwargs)
+        seen.add(f"{self.__name__} {specialization} {options}")
+        if compile_kernels:
+            _, signature, constants, attributes = self._pack_args(backend, options, bound, specialization, {})
+            triton.compile(ASTSource(self, signature, constants, attributes), target=target, options=options)
+
+    JITFunction.run = run
+    return seen
+
+
+def launch_every_kernel() -> None:
+    import torch
+    from kernels.cases import attention_case, pages
+
+    from pm_ops.kernels.attention import attention
+    from pm_ops.kernels.merge import merge_attention
+    from pm_ops.kernels.pages import copy_slots, gather_pages, zero_pages
+    from pm_ops.kernels.store import load_kv, store_kv
+    from pm_ops.ops.merge import MergeAttention
+    from pm_ops.ops.pages import CopySlots, GatherPages, ZeroPages
+    from pm_ops.ops.store import LoadKV, StoreKV
+
+    f32, f16, bf16, e4m3, e5m2 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+    attention(attention_case("cpu", [64], 1, dtypes=(bf16, bf16, bf16), dims=(64, 64), width=64))  # split
+    attention(attention_case("cpu", [3, 64], [3, 64], dtypes=(f16, e4m3, e5m2), dims=(80, 80), spare_rows=1))
+    attention(attention_case("cpu", [3], 3, dtypes=(f32, f32, bf16), dims=(32, 16), window=3, sinks=torch.zeros(4)))
+    bias = {"bias": torch.ones(1, 1, 1, 8, dtype=torch.bool), "alibi_slopes": torch.ones(4), "softcap": 2.0}
+    attention(attention_case("cpu", [8], [8], dtypes=(bf16, e4m3, e4m3), dims=(32, 32), **bias))
+
+    slots = torch.arange(4)
+    for source, dtype in ((f32, f32), (bf16, e4m3), (f16, bf16), (torch.float64, f16), (bf16, e5m2)):
+        pool = pages("page_major", 4, 2, 1, dict.fromkeys(("key", "value"), (2, 20, dtype.itemsize)))
+        planes = pool.planes[0, "key"], pool.planes[0, "value"]
+        rows = torch.zeros(4, 2, 20).to(source)
+        store_kv(StoreKV(pool.buffer, rows, rows, slots, *planes, 4, dtype, dtype, key_scale=0.5))
+        store_kv(StoreKV(pool.buffer, None, rows, slots, None, planes[1], 4, None, dtype))
+        load_kv(LoadKV(pool.buffer, slots, planes[0], 4, 2, 20, dtype))
+        load_kv(LoadKV(pool.buffer, slots, planes[0], 4, 2, 20, dtype, out_dtype=bf16, scale_tensor=torch.ones(1)))
+    merge_attention(MergeAttention(rows, rows[..., 0].float(), rows, rows[..., 0].float()))
+    gather_pages(GatherPages(pool.buffer, slots[:2], pool.region))
+    zero_pages(ZeroPages(pool.buffer, slots[:2].int(), pool.region))
+    copy_slots(CopySlots(pool.buffer, slots, slots, torch.tensor([[0, 40, 40]]), 4, pool.region))
+
+
+def decode_at_several_layers_and_batch_sizes() -> None:
+    import torch
+    from kernels.cases import pages
+
+    from pm_ops.kernels.attention import attention
+    from pm_ops.kernels.store import store_kv
+    from pm_ops.ops.attention import Attention
+    from pm_ops.ops.store import StoreKV
+
+    bf16 = torch.bfloat16
+    pool = pages("page_major", 16, 4, 3, {"key": (8, 128, 2), "value": (8, 128, 2)})
+    for layer in range(3):
+        planes = pool.planes[layer, "key"], pool.planes[layer, "value"]
+        for tokens in (1, 2, 3, 7, 8, 16):
+            qkv = torch.zeros(tokens, 48, 128, dtype=bf16)
+            query, key, value = qkv.split([32, 8, 8], 1)
+            store_kv(StoreKV(pool.buffer, key, value, torch.arange(tokens), *planes, 16, bf16, bf16))
+            table, lens = torch.zeros(tokens, 1024, dtype=torch.int32), torch.ones(tokens, dtype=torch.int32)
+            attention(
+                Attention(pool.buffer, query, table, lens, None, *planes, 16, 8, 128, bf16, bf16, softmax_scale=1.0)
+            )
+
+
+if __name__ == "__main__":
+    found = instead_of_launching(compile_kernels=sys.argv[1] == "compile")
+    if sys.argv[1] == "compile":
+        launch_every_kernel()
+    else:
+        decode_at_several_layers_and_batch_sizes()
+    print(*found, sep="\n")
