@@ -1,4 +1,4 @@
-"""The command ``pm-ops``: ``pm-ops inspect`` prints the page that a model's cache would have."""
+"""The command ``pm-ops``: ``inspect`` prints the page that a model's cache would have, ``bench`` measures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .bench.command import add_arguments as add_bench_arguments
+from .bench.command import run as run_bench
 from .formats import VLLM_ORDERS, page_major, token_major, vllm
 from .layout import PageLayout, draw, dtype_name, dtype_of
 from .model_config import ModelShape, read_model_config
@@ -24,20 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        status: int = options.run(options)
     except ValueError as error:
         print(f"pm-ops {options.command}: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
-def inspect(options: argparse.Namespace) -> None:
+def inspect(options: argparse.Namespace) -> int:
     """Print a layout: its planes, bytes a token and a page, and the copies that moving a page takes."""
     shape = _shape(options)
     layout = _layout(options.format, shape, options.page_size)
     if options.json:
         print(json.dumps(_record(layout, shape)))
-        return
+        return 0
     for name, value in _read(shape).items():
         print(f"{name:<10} {value:<12} {shape.origin[name]}")
     for note in shape.notes:
@@ -46,6 +48,7 @@ def inspect(options: argparse.Namespace) -> None:
     print(f"one token               {_size(layout.token_bytes)} over all layers")
     print(f"one page                {_size(layout.page_bytes)}")
     print(f"copies to move a page   {layout.copies_per_page_layer_major} layer-major, 1 page-major")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--all", action="store_true", help="draw every plane, also of deep models")
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
     command.set_defaults(run=inspect)
+    command = commands.add_parser(
+        "bench",
+        help="measure the operators next to every other implementation found here",
+        description="Measure the operators next to every other implementation found here, on page-major and on "
+        "layer-major memory, results checked in the same run. Status 1: one was wrong, or a call of ours failed.",
+    )
+    add_bench_arguments(command)
+    command.set_defaults(run=run_bench)
     return parser
 
 

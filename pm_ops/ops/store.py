@@ -148,9 +148,10 @@ class LoadKV:
         require_scale("scale", self.scale, self.scale_tensor, device)
         if self.out_dtype is None and (self.scale_tensor is not None or self.scale != 1.0):
             raise ValueError("load_kv with a scale needs out_dtype; without it the stored elements come bit for bit")
-        if self.out_dtype is not None and self.out_dtype not in PLANE_DTYPES:
-            supported = ", ".join(map(dtype_name, PLANE_DTYPES))
-            raise ValueError(f"out_dtype {dtype_name(self.out_dtype)} is not supported; use one of {supported}")
+        if self.out_dtype is not None and self.out_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"out_dtype {dtype_name(self.out_dtype)} is not supported; use float32, float16 or bfloat16"
+            )
 
     def check_values(self) -> None:
         require_in_range("slots", self.slots, self.plane[4] * self.page_size, "slots in the pool")
