@@ -7,8 +7,9 @@ import textwrap
 
 import pytest
 import torch
-from kernels.cases import attention_case, check_attention
+from kernels.cases import attention_case, check_attention, moved_with_strides
 from kernels.test_attention import CASES
+from torch.utils._pytree import tree_leaves, tree_map
 
 import pm_ops
 from pm_ops.testing import fill_random, sample_inputs
@@ -21,19 +22,16 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", sorted({*MUTATING, *READING, *RETURNING}))
 def test_cpu_and_cuda_kernels_agree_on_every_sample(name):
-    """Bytes of the buffer exactly, but for fp8 and bf16 rounding of results; outputs to rounding."""
-    for (args, kwargs), (cuda_args, cuda_kwargs) in zip(sample_inputs(name), sample_inputs(name, "cuda"), strict=True):
-        pairs = zip((*args, *kwargs.values()), (*cuda_args, *cuda_kwargs.values()), strict=True)
-        for a, b in pairs:  # unseeded samples: give both the same numbers
-            if isinstance(a, torch.Tensor):
-                b.copy_(a)
-        expected, got = op_of(name)(*args, **kwargs), op_of(name)(*cuda_args, **cuda_kwargs)
-        for e, g in zip(torch.utils._pytree.tree_leaves(expected), torch.utils._pytree.tree_leaves(got), strict=True):
+    """The buffer byte for byte, except after a norm, whose mean has no fixed order; results to rounding."""
+    for sample in sample_inputs(name):
+        args, kwargs = tree_map(lambda x: moved_with_strides(x, "cuda") if isinstance(x, torch.Tensor) else x, sample)
+        expected, got = op_of(name)(*sample[0], **sample[1]), op_of(name)(*args, **kwargs)
+        for e, g in zip(tree_leaves(expected), tree_leaves(got), strict=True):
             if isinstance(e, torch.Tensor):
                 assert e.shape == g.shape and e.dtype == g.dtype and e.stride() == g.stride()
                 torch.testing.assert_close(g.cpu().float(), e.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
-        if name in MUTATING and isinstance(args[0], torch.Tensor):
-            assert torch.equal(args[0], cuda_args[0].cpu())
+        if name in MUTATING and kwargs.get("q_weight") is None:
+            assert torch.equal(sample[0][0], args[0].cpu())
 
 
 @pytest.mark.parametrize("name", ["decode, prefill, extend and nothing in one batch", "everything at once"])
