@@ -1,0 +1,53 @@
+"""The machine's own limits, by torch's copy, reduction and matrix product: what the other rows are shares of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .clock import Clock
+from .results import Results
+
+COPY, MATMUL = "copy", "matmul"
+"""How the names of the two limits begin."""
+
+
+def measure_limits(clock: Clock, results: Results) -> None:
+    """Add the limits' rows: device copy and read, matrix product, and on CUDA pinned copies to and from the host."""
+    device = clock.device
+    size, dim, dtype = (1 << 30, 8192, torch.bfloat16) if device.type == "cuda" else (1 << 24, 512, torch.float32)
+    source = torch.empty(size // 8, dtype=torch.int64, device=device).random_().view(torch.uint8)
+    target = torch.zeros_like(source)
+    mib = f"{size >> 20} MiB"
+
+    us = clock.median_us(lambda: target.copy_(source))
+    _add(results, f"{COPY} {mib}", us, float(not torch.equal(target, source)), "gb_s", 2 * size)
+    words = source.view(torch.int64)
+    half = words[: len(words) // 2].sum() + words[len(words) // 2 :].sum()
+    us = clock.median_us(words.sum)
+    _add(results, f"read {mib}", us, float(bool(words.sum() != half)), "gb_s", size)
+    if device.type == "cuda":
+        _pinned(clock, results, source[: size // 4], target[: size // 4])
+
+    a, b = (torch.randn(dim, dim, dtype=dtype, device=device) for _ in range(2))
+    us = clock.median_us(lambda: a @ b)
+    rows = slice(0, 16)
+    right = a[rows].double() @ b.double()
+    error = float(((a @ b)[rows].double() - right).norm() / right.norm())
+    _add(results, f"{MATMUL} {dim}^3, {str(dtype).removeprefix('torch.')}", us, error, "tflop_s", 2 * dim**3)
+
+
+def _pinned(clock: Clock, results: Results, source: Tensor, target: Tensor) -> None:
+    size, mib = source.numel(), f"{source.numel() >> 20} MiB"
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    us = clock.median_us(lambda: host.copy_(source, non_blocking=True))
+    _add(results, f"to pinned host memory, {mib}", us, float(not torch.equal(host, source.cpu())), "gb_s", size)
+    target.zero_()
+    us = clock.median_us(lambda: target.copy_(host, non_blocking=True))
+    _add(results, f"from pinned host memory, {mib}", us, float(not torch.equal(target, source)), "gb_s", size)
+
+
+def _add(results: Results, case: str, us: float, error: float, unit: str, amount: float) -> None:
+    results.add("limits", case, "torch", "-", us, error, unit, amount)
+    if error > 1e-2:
+        results.mark_wrong(f"limits {case}: wrong result, relative error {error:.2e}")

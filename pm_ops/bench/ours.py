@@ -1,0 +1,130 @@
+"""pm_ops itself. On page-major memory through the functions that people call; on layer-major memory, which is no pool,
+through ``torch.ops.pm_ops`` with the same memory's strides as integers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pm_ops
+
+from ..ops.attention import IMPLEMENTATIONS
+from .implementation import ATTENTION, PAGES, ROPE, STORE, Bound, Implementation, Missing, Unsupported
+from .memory import PAGE_MAJOR, Memory
+from .peer_fa3 import FA3
+from .work import AttentionWork, PagesWork, RopeWork, StoreWork
+
+
+class PmOps(Implementation):
+    """What a call without further options does."""
+
+    name = "pm_ops"
+    kinds = ATTENTION | STORE | ROPE | PAGES
+    ours = True
+
+    def attention(self, work: AttentionWork, memory: Memory) -> Bound:
+        """``pm_ops.attention``, all of K and V read from pages."""
+        return Bound(_attention(work, memory))
+
+    def store(self, work: StoreWork, memory: Memory) -> Bound:
+        """``pm_ops.store_kv``."""
+        if memory.pool is not None:
+            pool, layer = memory.pool, memory.layer
+            return Bound(lambda: pm_ops.store_kv(pool, layer, work.key, work.value, work.slots))
+        rows, geometry = (memory.buffer, work.key, work.value, work.slots), _geometry(memory)
+        return Bound(lambda: torch.ops.pm_ops.store_kv(*rows, **geometry))
+
+    def rope_store(self, work: RopeWork, memory: Memory) -> Bound:
+        """``pm_ops.rope_store_kv``."""
+        if not hasattr(pm_ops, "rope_store_kv"):
+            raise Missing("this pm_ops has no rope_store_kv")
+        store = work.store
+        rows = (work.query, store.key, store.value, work.positions, work.cos_sin, store.slots)
+        if memory.pool is not None:
+            pool, layer = memory.pool, memory.layer
+            return Bound(lambda: pm_ops.rope_store_kv(pool, layer, *rows))  # type: ignore[arg-type, return-value]
+        geometry = _geometry(memory)
+        return Bound(lambda: torch.ops.pm_ops.rope_store_kv(memory.buffer, *rows, **geometry)[0])
+
+    def pages(self, work: PagesWork, layout: str) -> Bound:
+        """The methods of :class:`pm_ops.PagePool`."""
+        if layout != PAGE_MAJOR:
+            raise Unsupported("pages of a layer-major cache are no runs of bytes: there is nothing to call")
+        pool, src, dst = work.pool, work.src, work.dst
+        verbs: dict[str, Callable[[], Tensor | None]] = {
+            "copy": lambda: pool.copy(src, dst),
+            "gather": lambda: pool.gather(src),
+            "scatter": lambda: pool.scatter(dst, work.rows),
+            "move": lambda: pool.copy_slots(src, dst),
+        }
+        return Bound(verbs[work.shape.verb])
+
+
+class PmOpsNewRows(Implementation):
+    """``attention`` that takes this step's K and V from the contiguous rows, and only the others from pages."""
+
+    name = "pm_ops_new_rows"
+    kinds = frozenset({"prefill", "extend", "mixed"})
+    ours = True
+
+    def __init__(self) -> None:
+        if "new_key" not in inspect.signature(pm_ops.attention).parameters:
+            raise Missing("attention of this pm_ops takes no new_key and new_value")
+
+    def attention(self, work: AttentionWork, memory: Memory) -> Bound:
+        """``pm_ops.attention(..., new_key=, new_value=)``."""
+        key, value = work.new_rows
+        return Bound(_attention(work, memory, new_key=key, new_value=value))
+
+
+class PmOpsFA3(Implementation):
+    """``attention`` with FlashAttention 3's kernel behind it."""
+
+    name = "pm_ops_fa3"
+    kinds = ATTENTION
+    ours = True
+    compiles = False
+
+    def __init__(self, library: FA3) -> None:
+        self.library = library  # loaded: what impl="fa3" calls
+        if "fa3" not in IMPLEMENTATIONS:
+            raise Missing(f"attention of this pm_ops knows impl={', '.join(IMPLEMENTATIONS)} only")
+
+    def attention(self, work: AttentionWork, memory: Memory) -> Bound:
+        """``pm_ops.attention(..., impl="fa3")``."""
+        return Bound(_attention(work, memory, impl="fa3"))
+
+
+def _geometry(memory: Memory) -> dict[str, Any]:
+    """Where rows lie, as the operators take it."""
+    return dict(
+        key_plane=memory.key_plane,
+        value_plane=memory.value_plane,
+        page_size=memory.page_size,
+        key_dtype=memory.key.dtype,
+        value_dtype=memory.value.dtype,
+    )
+
+
+def _attention(work: AttentionWork, memory: Memory, **options: Any) -> Callable[[], Tensor]:
+    shape = work.shape
+    if max(shape.query_lens) > 1:
+        options |= dict(query_start=work.query_start, max_query_len=max(shape.query_lens))
+    if shape.window:
+        options["window"] = shape.window
+    if work.sinks is not None:
+        options["sinks"] = work.sinks
+    if shape.scales != (1.0, 1.0):
+        options |= dict(key_scale=shape.scales[0], value_scale=shape.scales[1])
+    rows = (work.query, work.page_table, work.seq_lens)
+    if memory.pool is not None:
+        pool, layer = memory.pool, memory.layer
+        return lambda: pm_ops.attention(pool, layer, *rows, **options)  # type: ignore[return-value]
+    query_start = options.pop("query_start", None)
+    geometry = _geometry(memory)
+    geometry |= dict(kv_heads=shape.kv_heads, value_dim=shape.value_dim, softmax_scale=shape.head_dim**-0.5)
+    return lambda: torch.ops.pm_ops.attention(memory.buffer, *rows, query_start, **geometry, **options)[0]
