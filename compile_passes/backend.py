@@ -12,9 +12,22 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 from torch.fx import GraphModule
 
 from .binding import Binding
+from .facade import Facade
 from .report import RewriteError
 from .rewriter import Rewriter
-from .trace import cache_fake, capture, ends_in_break, finish, fresh_fakes, record, static_fake, storage_key
+from .trace import (
+    cache_fake,
+    capture,
+    ends_in_break,
+    finish,
+    fresh_fakes,
+    is_plain_mode,
+    plain_mode,
+    record,
+    static_fake,
+    storage_key,
+    wants_gradient,
+)
 
 UNSUPPORTED_READS = ("error", "materialize")
 
@@ -50,10 +63,16 @@ class PageMajorBackend:
         mode, options = mode or self.mode, {**self.options, **(options or {})}
         self.binding.graph_broke |= ends_in_break(gm)
         bound = {i: s for i, x in enumerate(inputs) if (s := self.binding.storage_of(x)) is not None}
+        for i, x in enumerate(inputs):
+            if isinstance(x, Facade) and i not in bound:
+                raise RewriteError(
+                    f"the model uses {x.label}, which another binding than this backend's put into pages; bind all "
+                    "caches of one compiled model at once, and compile anew after binding anew"
+                )
         if not bound:
             self._check_something_was_rewritten()
             return self._compile_inner(gm, inputs, mode, options)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        if wants_gradient(gm):
             raise RewriteError(
                 "the model is called with gradients enabled, and a cache in pages has none; call it under "
                 "torch.no_grad() or torch.inference_mode()"
@@ -64,7 +83,8 @@ class PageMajorBackend:
         kept = [i for i in range(len(inputs)) if i not in bound]
         added = self._added()
         fakes = [static_fake(tensor) for tensor in added]  # AOTAutograd finds these, as long as they live
-        compiled = self._compile_inner(new, [*(inputs[i] for i in kept), *added], mode, options)
+        with plain_mode():
+            compiled = self._compile_inner(new, [*(inputs[i] for i in kept), *added], mode, options)
         del fakes
         return _checked(compiled, kept, added, {i: inputs[i] for i in bound})
 
@@ -94,7 +114,8 @@ class PageMajorBackend:
                 return rewriter.rewrite([given[i] for i in range(len(inputs))], args[len(kept)], table)
 
             try:
-                new = record(run, [*(captured.inputs[i] for i in kept), *added], fakes)
+                with plain_mode():
+                    new = record(run, [*(captured.inputs[i] for i in kept), *added], fakes)
             except RewriteError as error:
                 report.refused.append(str(error))
                 raise
@@ -185,6 +206,9 @@ def _checked(
                     f"a graph compiled for {cache!r} was called with another tensor, {args[position]!r}; bind every "
                     "cache before the first call, and give the model the very tensors that were bound"
                 )
-        return compiled(*[args[i] for i in kept], *extra)
+        if is_plain_mode():
+            return compiled(*[args[i] for i in kept], *extra)
+        with plain_mode():
+            return compiled(*[args[i] for i in kept], *extra)
 
     return run

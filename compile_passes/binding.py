@@ -94,8 +94,8 @@ class Binding:
                     _rows(_bits(_cache(s.tensor, plane)), plane).copy_(found.view(*_row_shape(plane)))
             for tensor, before in s.classes:
                 tensor.__class__ = before
-        if self.page_table is not None:
-            self.pool.allocator.free(self.page_table.flatten().tolist())
+        whole = range(self.pool.reserve_null, self.pool.num_pages)
+        self.pool.allocator.free(whole if self.page_table is None else self.page_table.flatten().tolist())
         self._where = {}
 
     def _fill(self, tensor: Tensor, plane: CachePlane) -> None:
@@ -132,8 +132,12 @@ def bind(
             head_dim]`` or ``[batch, seq, heads, head_dim]``, whose pages come from ``pool.allocator``.
         dims: which form it is, ``"SHD"``, ``"PSHD"``, ``"BHSD"`` or ``"BSHD"``; needed only where a shape fits two.
 
+    From then on compile the model with this binding's backend only: any other would read memory that is gone, and may
+    crash.
+
     Raises:
-        ValueError: the caches do not fit the pool, or a storage holds more than the caches that are bound.
+        ValueError: the caches do not fit the pool or its free pages, or a storage holds more than the caches that are
+            bound. Nothing has been changed then.
     """
     if cache is not None:
         if keys is not None or values is not None:
@@ -142,9 +146,14 @@ def bind(
     named = _named(pool, keys, values)
     storages: dict[int, int] = {}
     planes = [_plane(pool, layer, kind, t, dims, storages) for layer, kind, t in named]
-    table = _page_table(pool, planes)
     tensors = [t for _, _, t in named]
     objects = sharing(tensors)
+    for tensor in tensors:
+        if not tensor.untyped_storage().resizable():
+            raise ValueError(
+                "a cache lies in memory that torch does not own (numpy, shared memory or a file) and that could not be "
+                "given back; bind a clone of it"
+            )
     groups: list[Stored] = []
     for number, cdata in enumerate(storages):
         own = [t for t in objects if t.untyped_storage()._cdata == cdata]
@@ -152,7 +161,7 @@ def bind(
         nbytes = own[0].untyped_storage().nbytes()
         _check_covered(inside, nbytes)
         groups.append(Stored(own[0], nbytes, inside, tuple((t, type(t)) for t in own)))
-    binding = Binding(pool, planes, groups, table)
+    binding = Binding(pool, planes, groups, _take_pages(pool, planes))
     for group in groups:
         for plane in group.planes:
             binding._fill(group.tensor, plane)
@@ -236,23 +245,22 @@ def _plane(
     return found
 
 
-def _page_table(pool: PagePool, planes: Sequence[CachePlane]) -> Tensor | None:
+def _take_pages(pool: PagePool, planes: Sequence[CachePlane]) -> Tensor | None:
+    """Take the caches' pages from the allocator: a table of them, or for caches addressed by slot all there are."""
     paged = [p for p in planes if p.paged]
-    if not paged:
-        return None
     sizes = {(p.size("B"), p.size("S")) for p in paged}
-    if len(sizes) > 1 or len(paged) < len(planes):
+    if len(sizes) > 1 or 0 < len(paged) < len(planes):
         forms = sorted({f"{p.form} {list(p.shape)}" for p in planes})
         raise ValueError(f"caches of one binding share a page table: one batch and length for all, got {forms}")
-    ((batch, seq),) = sizes
+    batch, seq = sizes.pop() if paged else (1, (pool.num_pages - pool.reserve_null) * pool.page_size)
     columns = -(-seq // pool.page_size)
     if batch * columns > pool.allocator.num_free:
         raise ValueError(
             f"{batch} sequences of {seq} tokens need {batch * columns} pages of {pool.page_size} tokens, the pool has "
-            f"{pool.allocator.num_free} free of {pool.num_pages}"
+            f"{pool.allocator.num_free} free of {pool.num_pages}; caches addressed by slot need a pool of their own"
         )
-    table = torch.tensor(pool.allocator.alloc(batch * columns), dtype=torch.int32, device=pool.device)
-    return table.view(batch, columns)
+    pages = pool.allocator.alloc(batch * columns)
+    return torch.tensor(pages, dtype=torch.int32, device=pool.device).view(batch, columns) if paged else None
 
 
 def _check_covered(planes: Sequence[CachePlane], nbytes: int) -> None:

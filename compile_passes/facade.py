@@ -19,7 +19,7 @@ _METADATA = frozenset(
         *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "__len__"),
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg"),
         *("is_pinned", "is_shared", "is_set_to", "is_same_size", "_is_view", "_is_zerotensor", "has_names"),
-        *("untyped_storage", "_typed_storage", "data_ptr", "get_device", "dim_order", "__hash__"),
+        *("untyped_storage", "_typed_storage", "get_device", "dim_order", "__hash__"),
     )
 )
 _DATA_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
@@ -80,12 +80,17 @@ def make_facade(tensor: Tensor, label: str, zero: Callable[[], None]) -> type[Te
 
 
 def sharing(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Every live tensor object over the storages of these, which come first: a model may keep views of its own."""
+    """Every live tensor object over the storages of these, which come first: a model may keep views of its own.
+
+    Raises:
+        ValueError: one is of a tensor subclass; it would stay, over memory that was given back.
+    """
     found = {id(t): t for t in tensors}
     storages = {t.untyped_storage()._cdata for t in found.values()}
-    plain = (torch.Tensor, torch.nn.Parameter)
     for other in gc.get_objects():
-        if type(other) in plain and id(other) not in found and _storage(other) in storages:
+        if issubclass(type(other), torch.Tensor) and id(other) not in found and _storage(other) in storages:
+            if type(other) not in (torch.Tensor, torch.nn.Parameter):
+                raise ValueError(f"a {type(other).__name__} shares memory with a cache; only plain tensors may")
             found[id(other)] = other
     for t in list(found.values()):
         if t._base is not None and id(t._base) not in found:

@@ -21,6 +21,7 @@ from .sdpa import rewrite_sdpa
 from .trace import (
     SDPA,
     Interpreter,
+    asks_metadata,
     attribute_to,
     in_memory_order,
     is_mutable,
@@ -28,7 +29,6 @@ from .trace import (
     laid_out,
     off_record,
     restride,
-    returns_tensors,
     storage_key,
     written,
 )
@@ -140,8 +140,8 @@ class Rewriter(Interpreter):
         """Views, questions about metadata, and copies that only attentions read."""
         if n.target in COPIES and not all(self.on_cache(self.env[m]) for m in sources):
             return self._only_attended(n)
-        if is_view(n.target) or not returns_tensors(n.target):
-            return not is_mutable(n.target)
+        if is_view(n.target) or asks_metadata(n.target):
+            return True
         return n.target in COPIES and self._only_attended(n)
 
     def _only_attended(self, n: Node) -> bool:
@@ -182,7 +182,7 @@ class Rewriter(Interpreter):
     def slots(self, selection: Selection) -> Tensor:
         """The selection's slots, computed once where K and V, or several layers, are addressed alike."""
         region, plane = selection.region, selection.region.plane
-        space = (plane.form, plane.shape if plane.paged else None, plane.heads == 1, selection.labels)
+        space = (plane.form, plane.shape if plane.paged else None, plane.heads == 1, selection.labels, selection.wraps)
         starts = tuple((axis, str(start)) for axis, start in region.start.items())
         dims = tuple((d.axis, d.step, str(d.size)) for d in region.dims)
         indices = tuple((n, id(index)) for n, index in selection.indices.items())

@@ -55,6 +55,10 @@ def rewrite_sdpa(rw: Rewriter, n: Node) -> Tensor:
     if keys.where != values.where:
         raise RewriteError(f"attention reads other tokens of {keys.plane.label} than of {values.plane.label}")
     batch, heads, length, dim = query.shape
+    if batch != keys.batch:
+        raise RewriteError(
+            f"a query of {batch} sequences attends to {keys.batch} of a cache; expand it or slice the cache"
+        )
     if heads % keys.plane.heads or keys.group not in (1, heads // keys.plane.heads):
         raise RewriteError(f"{heads} query heads over {keys.plane.heads} KV heads, each repeated {keys.group} times")
     bias, seq_len, causal = _visibility(mask, causal, query, keys.length)

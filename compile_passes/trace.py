@@ -51,6 +51,25 @@ def _sdpa_leaf(
     return SDPA(query, key, value, attn_mask, *args, **kwargs)
 
 
+@contextlib.contextmanager
+def plain_mode() -> Iterator[None]:
+    """A captured graph holds its casts and needs no gradients: what comes after must neither cast nor ask for them.
+
+    The captured function may have switched either off for a part of itself, which its graph no longer shows.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def is_plain_mode() -> bool:
+    """Is :func:`plain_mode` in force already?"""
+    return not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled()
+
+
 class Captured(NamedTuple):
     """The in-place ATen graph of a Dynamo graph, and the fake tensors that its placeholders stand for."""
 
@@ -206,16 +225,21 @@ def ends_in_break(gm: GraphModule) -> bool:
     return bool(getattr(reason, "graph_break", False))
 
 
+def wants_gradient(gm: GraphModule) -> bool:
+    """Does an output of a Dynamo graph need a gradient? Under ``no_grad``, inside the graph or around it, none does."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    return any(isinstance(v, Tensor) and v.requires_grad for v in values)
+
+
 def attribute_to(n: Node) -> Any:
     """What is recorded meanwhile carries this node's stack trace."""
     return torch.fx.traceback.set_current_meta(n)
 
 
-def returns_tensors(target: Any) -> bool:
-    """Does an operator return a tensor (or several)? Those that are not an operator overload may."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return any("Tensor" in str(r.type) for r in target._schema.returns)
+def asks_metadata(target: Any) -> bool:
+    """Does an operator answer from sizes and strides alone? ``item()`` does not: it reads the data."""
+    return isinstance(target, torch._ops.OpOverload) and target.name().startswith("aten::sym_")
 
 
 def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -231,8 +255,9 @@ def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
 
 def restride(x: Any, like: Any) -> Any:
     """A tensor with the strides that later nodes were recorded with; where those have gaps, left as it is."""
-    if not isinstance(x, Tensor) or not isinstance(like, Tensor) or x.dim() != like.dim():
+    if not isinstance(x, Tensor) or not isinstance(like, Tensor):
         return x
+    assert tuple(x.shape) == tuple(like.shape), f"a rule gave {x.shape} for {like.shape}"
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
         return x
     return laid_out(x, in_memory_order(like))
