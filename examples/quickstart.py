@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+# Threads that spin while they wait cost dearly on a busy machine. OpenMP reads this when it starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from _measure import Offload, Progress, copies_per_page_layer_major, output_code, pool_clones
