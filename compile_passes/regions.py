@@ -6,16 +6,19 @@ A view's every dimension steps along one axis of its cache; that tells what ``k[
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, guard_or_false
 
 from .forms import CachePlane
 from .report import RewriteError
-from .trace import affine
 
 ROW_AXES = "HDR"
 Size = Any  # int or SymInt
@@ -66,15 +69,19 @@ def locate(view: Tensor, planes: Sequence[CachePlane]) -> Region:
     """Which part of which cache a view covers.
 
     Raises:
-        RewriteError: it covers several caches, or its dimensions do not step along a cache's axes.
+        RewriteError: it covers several caches, its dimensions do not step along a cache's axes, or where it lies
+            depends on the values of a tensor.
     """
     if view.dtype != planes[0].dtype:
         raise RewriteError(f"a view of a {planes[0].dtype} cache as {view.dtype}; only its own elements can be named")
-    for plane in planes:
-        start = _starts(view, plane)
-        dims = None if start is None else _dims(view, plane, start)
-        if start is not None and dims is not None:
-            return Region(plane, dims, start)
+    try:
+        for plane in planes:
+            start = _starts(view, plane)
+            dims = None if start is None else _dims(view, plane, start)
+            if start is not None and dims is not None:
+                return Region(plane, dims, start)
+    except GuardOnDataDependentSymNode as error:
+        raise _undecided() from error
     names = ", ".join(p.label for p in planes[:4])
     raise RewriteError(
         f"a view of shape {list(view.shape)}, strides {list(view.stride())} does not follow the axes of one bound "
@@ -82,21 +89,57 @@ def locate(view: Tensor, planes: Sequence[CachePlane]) -> Region:
     )
 
 
+def _undecided() -> RewriteError:
+    return RewriteError(
+        "where a view of a cache begins or ends is a number read from a tensor; index with the tensor, as in k[slots]"
+    )
+
+
 def _starts(view: Tensor, plane: CachePlane) -> dict[str, Size] | None:
-    """Where the view begins on each axis; a symbolic part lies on the widest axis that its stride is a multiple of."""
-    constant, symbolic, factor = affine(view.storage_offset() - plane.storage_offset)
-    start: dict[str, Size] = {}
-    if constant < 0 and factor:  # as in k[:, pos - 1]
-        symbolic, constant = symbolic + constant, 0
-    if constant < 0:
+    """Where the view begins on each axis; None if it begins outside the plane.
+
+    A symbolic offset is placed by its hint. Each of its terms moves along the widest axis whose stride divides it, and
+    guards keep every axis within its size: there, no two cells have one offset.
+    """
+    offset: Size = view.storage_offset()
+    axes = plane.axes
+    rest, terms = _hint(offset) - plane.storage_offset, _terms(offset)
+    if any(guard_or_false(n == 0) for n in view.shape):  # no token at all, and k[n:n] may begin behind the last one
+        end = axes[0][1] * axes[0][2] if axes else 1
+        return {axis: 0 for axis, _, _ in axes} if 0 <= rest <= end else None
+    if rest < 0:
         return None
-    for axis, stride, size in plane.axes:
-        start[axis], constant = divmod(constant, stride)
+    start: dict[str, Size] = {}
+    for axis, stride, size in axes:
+        start[axis], rest = divmod(rest, stride)
         if start[axis] >= size:
             return None
-        if factor and factor % stride == 0:
-            start[axis], factor = start[axis] + symbolic // stride, 0
-    return None if constant or factor else start
+        along = [t for t in terms if t.as_coeff_Mul()[0] % stride == 0]
+        if along:
+            terms = [t for t in terms if t not in along]
+            moved = offset.node.shape_env.create_symintnode(sympy.Add(*along) / stride, hint=None)
+            start[axis] = moved + (start[axis] - _hint(moved))
+            if not 0 <= start[axis] < size:  # becomes a guard
+                return None
+    return None if rest or terms else start
+
+
+def _hint(x: Size) -> int:
+    """The value at hand of a number that may be symbolic."""
+    if isinstance(x, int):
+        return x
+    if not x.node.has_hint():
+        raise _undecided()
+    return int(x.node.hint)
+
+
+def _terms(x: Size) -> list[Any]:
+    """The symbolic summands of a number, each a whole number times an expression."""
+    if isinstance(x, int):
+        return []
+    _, rest = sympy.expand(x.node.expr).as_coeff_Add()
+    terms = [t for t in sympy.Add.make_args(rest) if t != 0]
+    return terms if all(t.as_coeff_Mul()[0].is_Integer for t in terms) else [sum(terms)]
 
 
 def _dims(view: Tensor, plane: CachePlane, start: dict[str, Size]) -> tuple[Dim, ...] | None:
@@ -108,9 +151,20 @@ def _dims(view: Tensor, plane: CachePlane, start: dict[str, Size]) -> tuple[Dim,
         dims.append(found)
     for axis, _, size in plane.axes:  # several dimensions along one axis: the last of all must lie on it
         along = [d for d in dims if d.axis == axis]
-        if len(along) > 1 and start[axis] + sum(d.step * (d.size - 1) for d in along) >= size:
+        if len(along) > 1 and start[axis] + _reach(along) >= size:
+            return None
+    flat = [d for d in dims if d.axis == "T"]
+    if flat:  # nor may sequences and positions, flattened, run into what lies behind the plane
+        length, rows, positions = plane.size("S"), *([d for d in dims if d.axis == axis] for axis in "BS")
+        first = start.get("B", 0) * length + start.get("S", 0)
+        if first + _reach(rows) * length + _reach(positions) + _reach(flat) >= plane.size("B") * length:
             return None
     return tuple(dims)
+
+
+def _reach(dims: Sequence[Dim]) -> Size:
+    """How far behind their first step these dimensions' last one lies."""
+    return sum(d.step * (d.size - 1) for d in dims)
 
 
 def _dim(size: Size, stride: Size, plane: CachePlane, start: dict[str, Size]) -> Dim | None:
@@ -139,13 +193,15 @@ class Selection:
     """Tokens picked out of a view: some of its dimensions indexed by tensors, the others whole, as in ``view[:, i]``.
 
     ``labels`` are the dimensions of the picked tensor, in order: ``("i", k)`` is the k-th of the broadcast indices,
-    ``("d", n)`` the view's n-th dimension.
+    ``("d", n)`` the view's n-th dimension. Negative indices count from the end of a view if ``wraps``, else they are
+    out of range. Nothing is written for an index out of range, and zeros are read; eager raises an error there.
     """
 
     region: Region
     indices: dict[int, Tensor]
     labels: tuple[tuple[str, int], ...]
     shape: tuple[Size, ...]
+    wraps: bool
 
     @property
     def tokens(self) -> list[int]:
@@ -174,8 +230,12 @@ class Selection:
         return found if order == sorted(order) else found.permute([order.index(i) for i in range(len(order))])
 
     def slots(self, page_table: Tensor | None, device: torch.device) -> Tensor:
-        """The physical slot of every token, ``[N]``."""
-        plane, at = self.region.plane, {axis: self._positions(axis, device) for axis in "BST"}
+        """The physical slot of every token, ``[N]``; -1, which the operators skip, for an index out of range."""
+        plane, outside = self.region.plane, []
+        at: dict[str, Any] = {}
+        for axis in "BST":
+            at[axis], found = self._positions(axis, device)
+            outside += found
         if not plane.paged:
             slots = at["S"] if isinstance(at["S"], Tensor) else torch.full((1,), at["S"], device=device)
         else:
@@ -185,32 +245,49 @@ class Selection:
                 flat = at["B"] * length + at["S"] + at["T"]
                 at["B"], at["S"] = flat // length, flat % length
             slots = page_table[at["B"], at["S"] // size] * size + at["S"] % size
+        if outside:
+            slots = slots.masked_fill(functools.reduce(operator.or_, outside), -1)
         shape = [self.shape[i] for i in self.tokens] or [1]
         return slots if len(shape) == slots.dim() == 1 else slots.expand(shape).reshape(-1)
 
-    def _positions(self, axis: str, device: torch.device) -> Any:
-        """Where along an axis every token lies: a number, or a tensor that broadcasts over the token dimensions."""
-        position = self.region.start.get(axis, 0)
+    def _positions(self, axis: str, device: torch.device) -> tuple[Any, list[Tensor]]:
+        """Where along an axis every token lies, and for every index along it, which are out of range.
+
+        The first is a number, or like the others a tensor that broadcasts over the token dimensions.
+        """
+        position, outside = self.region.start.get(axis, 0), []
         for n in self.region.find(axis):
             index, dim = self.indices.get(n), self.region.dims[n]
             if index is None:
                 along = torch.arange(dim.size, device=device)
-                last = self.labels.index(("d", n))
-            else:  # negative indices count from the end, as aten has it; the operators skip them
+                behind = self._behind(self.labels.index(("d", n)))
+            else:
                 index = index if index.dim() else index.reshape(1)  # torch indexes with the value of a scalar tensor
-                along = torch.where(index < 0, index + dim.size, index)
-                last = max((i for i, (kind, _) in enumerate(self.labels) if kind == "i"), default=len(self.labels))
-            behind = sum(i > last for i in self.tokens)
-            along = along.reshape(*along.shape, *[1] * behind) if behind else along
+                behind = self._behind(max((i for i, (kind, _) in enumerate(self.labels) if kind == "i"), default=-1))
+                near = index.clamp(-dim.size if self.wraps else 0, dim.size - 1)
+                outside.append(_followed(near != index, behind))
+                along = near % dim.size if self.wraps else near
+            along = _followed(along, behind)
             along = along * dim.step if dim.step != 1 else along
             position = along if isinstance(position, int) and position == 0 else along + position
         if isinstance(position, torch.SymInt):  # as a number it would index, and be guarded on its value
-            return torch.full((1,), position, dtype=torch.int64, device=device)  # type: ignore[call-overload]
-        return position
+            return torch.full((1,), position, dtype=torch.int64, device=device), outside  # type: ignore[call-overload]
+        return position, outside
+
+    def _behind(self, last: int) -> int:
+        """Token dimensions behind a label; -1 stands for an index without dimensions, which has none behind it."""
+        return sum(i > last for i in self.tokens) if last >= 0 else 0
 
 
-def select(region: Region, indices: Sequence[Tensor | None]) -> Selection:
+def _followed(x: Tensor, dims: int) -> Tensor:
+    """A tensor with so many dimensions of size 1 behind its own."""
+    return x.reshape(*x.shape, *[1] * dims) if dims else x
+
+
+def select(region: Region, indices: Sequence[Tensor | None], wraps: bool = True) -> Selection:
     """What ``view[indices]`` picks: one index or None for every dimension of the view, missing ones None.
+
+    ``wraps``: negative indices count from the end.
 
     Raises:
         RewriteError: an index is a mask, or is on heads or elements; or the view does not hold whole rows.
@@ -233,7 +310,7 @@ def select(region: Region, indices: Sequence[Tensor | None]) -> Selection:
     at = sum(n < min(given) for _, n in rest) if given and max(given) - min(given) == len(given) - 1 else 0
     labels = [*rest[:at], *(("i", k) for k in range(len(shape))), *rest[at:]]
     sizes = tuple(shape[n] if kind == "i" else region.dims[n].size for kind, n in labels)
-    return Selection(region, given, tuple(labels), sizes)
+    return Selection(region, given, tuple(labels), sizes, wraps)
 
 
 def select_elementwise(region: Region, dim: int, index: Tensor) -> Selection:
@@ -251,4 +328,4 @@ def select_elementwise(region: Region, dim: int, index: Tensor) -> Selection:
         given[n] = index.reshape(sizes) if n == dim else own
     labels = tuple(("i", tokens.index(n)) if n in tokens else ("d", n) for n in range(len(region.dims)))
     shape = tuple(sizes[n] if kind == "i" else region.dims[n].size for kind, n in labels)
-    return Selection(region, given, labels, shape)
+    return Selection(region, given, labels, shape, wraps=False)

@@ -64,7 +64,19 @@ def _scatter(rw: Rewriter, view: Tensor, dim: int, index: Tensor, source: Tensor
 @_rule(WRITES, aten.zero_.default)
 def _zero(rw: Rewriter, view: Tensor) -> None:
     """``k.zero_()``, ``k[a:b].zero_()``: ``zero_(view)``"""
-    rw.store(select(rw.locate(view), []), view.new_zeros(()))
+    rw.store(select(rw.locate(view), []), _scalar(rw, view, 0.0))
+
+
+@_rule(WRITES, aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill(rw: Rewriter, view: Tensor, value: Any) -> None:
+    """``k[a:b] = 0.0``, ``k.fill_(0)``: ``fill_(view, value)``"""
+    rw.store(select(rw.locate(view), []), _scalar(rw, view, value))
+
+
+@_rule(WRITES, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
+def _index_fill(rw: Rewriter, view: Tensor, dim: int, index: Tensor, value: Any) -> None:
+    """``k.index_fill_(dim, slots, 0.0)``: ``index_fill_(view, dim, slots, value)``"""
+    rw.store(_along(rw, view, dim, index, wraps=True), _scalar(rw, view, value))
 
 
 @_rule(READS, aten.index.Tensor)
@@ -91,11 +103,17 @@ def _gather(rw: Rewriter, selection: Selection) -> Tensor:
     return found.contiguous()
 
 
-def _along(rw: Rewriter, view: Tensor, dim: int, index: Tensor) -> Selection:
-    """``view[:, ..., index]``: one dimension indexed by a vector."""
+def _scalar(rw: Rewriter, view: Tensor, value: Any) -> Tensor:
+    """One value, for every element."""
+    device = rw.buffer.device
+    return value.to(device) if isinstance(value, Tensor) else torch.full((), value, dtype=view.dtype, device=device)
+
+
+def _along(rw: Rewriter, view: Tensor, dim: int, index: Tensor, wraps: bool = False) -> Selection:
+    """``view[:, ..., index]``: one dimension indexed by a vector; only some operators count negative indices back."""
     indices: list[Tensor | None] = [None] * view.dim()
     indices[dim] = index if index.dim() else index.reshape(1)
-    return select(rw.locate(view), indices)
+    return select(rw.locate(view), indices, wraps)
 
 
 def _elementwise(rw: Rewriter, view: Tensor, dim: int, index: Tensor) -> Selection:

@@ -7,6 +7,7 @@ page ``p`` holds, layer after layer, ``page_size`` K rows and then ``page_size``
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,8 +56,10 @@ class Paged:
 
     def __init__(self, model: Any, dtype: torch.dtype, pages: int, dims: str | None, options: dict[str, Any]) -> None:
         self.stock, self.model, self.dtype = copy.deepcopy(model), model, dtype
-        self.pool = PagePool(page_major(len(model.k), HEADS, DIM, PAGE, dtype), pages)
+        self.heads: int = getattr(model, "heads", HEADS)
+        self.pool = PagePool(page_major(len(model.k), self.heads, DIM, PAGE, dtype), pages)
         self.pool.buffer.fill_(0xFF)  # NaN in every floating dtype
+        shuffle(self.pool)
         self.binding: Binding = bind(self.pool, keys=model.k, values=model.v, dims=dims)
         self.backend: PageMajorBackend = page_major_backend(self.binding, **{"inner": "eager", **options})
         self.compiled = torch.compile(model, backend=self.backend, fullgraph=True)
@@ -70,7 +73,7 @@ class Paged:
 
     def cells(self) -> Tensor:
         """Every byte of the pool, as ``[pages, layers, 2, page_size, heads, dim]``."""
-        return self.pool.buffer.view(self.dtype).view(-1, len(self.stock.k), 2, PAGE, HEADS, DIM)
+        return self.pool.buffer.view(self.dtype).view(-1, len(self.stock.k), 2, PAGE, self.heads, DIM)
 
     def check_pages(self, tolerance: float = 2e-5) -> None:
         """The pages hold the twin's whole caches, and every other byte is the poison it was."""
@@ -88,7 +91,7 @@ class Paged:
     def _token_rows(self, cache: Tensor) -> Tensor:
         """``[batch, tokens, heads, dim]``; one row for caches that are addressed by slot."""
         if cache.dim() == 3 or self.binding.page_table is None:
-            return cache.reshape(1, -1, HEADS, DIM)
+            return cache.reshape(1, -1, self.heads, DIM)
         return cache.transpose(1, 2) if self.binding.planes[0].form == "BHSD" else cache
 
     def _places(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -98,6 +101,13 @@ class Paged:
         else:
             pages = torch.stack([row[position // PAGE] for row in self.binding.page_table.long()])
         return pages, (position % PAGE).expand(pages.shape)
+
+
+def shuffle(pool: PagePool) -> None:
+    """Let the allocator hand out pages in an order of no order, so that a page is not told by its number."""
+    taken = pool.allocator.alloc(pool.num_pages)
+    random.Random(pool.num_pages).shuffle(taken)
+    pool.allocator.free(taken)
 
 
 @pytest.fixture(autouse=True)

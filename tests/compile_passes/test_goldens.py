@@ -44,12 +44,13 @@ def test_k_and_v_at_the_same_slots_become_one_store(paged: Any) -> None:
         code,
         """\
 def forward(self, l_args_1_, l_args_0_, pm_buffer):
-lt = aten.lt.Scalar(l_args_1_, 0)
-add = aten.add.Tensor(l_args_1_, 20)
-where = aten.where.self(lt, add, l_args_1_)
+clamp = aten.clamp.default(l_args_1_, -20, 19)
+ne = aten.ne.Tensor(clamp, l_args_1_)
+remainder = aten.remainder.Scalar(clamp, 20)
+masked_fill = aten.masked_fill.Scalar(remainder, ne, -1)
 mul = aten.mul.Tensor(l_args_0_, 2)
-store_kv = pm_ops.store_kv.default(pm_buffer, l_args_0_, mul, where, [0, 512, 64, 32, 5], [256, 512, 64, 32, 5], 4, torch.float32, torch.float32)
-load_kv = pm_ops.load_kv.default(pm_buffer, where, [0, 512, 64, 32, 5], 4, 2, 8, torch.float32)
+store_kv = pm_ops.store_kv.default(pm_buffer, l_args_0_, mul, masked_fill, [0, 512, 64, 32, 5], [256, 512, 64, 32, 5], 4, torch.float32, torch.float32)
+load_kv = pm_ops.load_kv.default(pm_buffer, masked_fill, [0, 512, 64, 32, 5], 4, 2, 8, torch.float32)
 return (load_kv,)""",
     )
 
@@ -66,14 +67,15 @@ def test_a_read_between_the_writes_of_k_and_v_keeps_them_apart(paged: Any) -> No
         code,
         """\
 def forward(self, l_args_1_, l_args_0_, pm_buffer):
-lt = aten.lt.Scalar(l_args_1_, 0)
-add = aten.add.Tensor(l_args_1_, 20)
-where = aten.where.self(lt, add, l_args_1_)
-store_kv = pm_ops.store_kv.default(pm_buffer, l_args_0_, None, where, [0, 512, 64, 32, 5], None, 4, torch.float32, None)
-load_kv = pm_ops.load_kv.default(pm_buffer, where, [0, 512, 64, 32, 5], 4, 2, 8, torch.float32)
-add_1 = aten.add.Tensor(load_kv, 1)
-store_kv_1 = pm_ops.store_kv.default(pm_buffer, None, add_1, where, None, [256, 512, 64, 32, 5], 4, None, torch.float32)
-return (add_1,)""",
+clamp = aten.clamp.default(l_args_1_, -20, 19)
+ne = aten.ne.Tensor(clamp, l_args_1_)
+remainder = aten.remainder.Scalar(clamp, 20)
+masked_fill = aten.masked_fill.Scalar(remainder, ne, -1)
+store_kv = pm_ops.store_kv.default(pm_buffer, l_args_0_, None, masked_fill, [0, 512, 64, 32, 5], None, 4, torch.float32, None)
+load_kv = pm_ops.load_kv.default(pm_buffer, masked_fill, [0, 512, 64, 32, 5], 4, 2, 8, torch.float32)
+add = aten.add.Tensor(load_kv, 1)
+store_kv_1 = pm_ops.store_kv.default(pm_buffer, None, add, masked_fill, None, [256, 512, 64, 32, 5], 4, None, torch.float32)
+return (add,)""",
     )
 
 
@@ -93,15 +95,15 @@ permute = aten.permute.default(l_args_1_, [0, 2, 1, 3])
 view = aten.view.default(permute, [-1, 2, 8])
 arange = aten.arange.default(2)
 view_1 = aten.view.default(arange, [2, 1])
-lt = aten.lt.Scalar(l_args_2_, 0)
-add = aten.add.Tensor(l_args_2_, 14)
-where = aten.where.self(lt, add, l_args_2_)
-floor_divide = aten.floor_divide.default(where, 4)
+clamp = aten.clamp.default(l_args_2_, 0, 13)
+ne = aten.ne.Tensor(clamp, l_args_2_)
+floor_divide = aten.floor_divide.default(clamp, 4)
 index = aten.index.Tensor(pm_page_table, [view_1, floor_divide])
 mul = aten.mul.Tensor(index, 4)
-remainder = aten.remainder.Scalar(where, 4)
-add_1 = aten.add.Tensor(mul, remainder)
-expand = aten.expand.default(add_1, [2, 1])
+remainder = aten.remainder.Scalar(clamp, 4)
+add = aten.add.Tensor(mul, remainder)
+masked_fill = aten.masked_fill.Scalar(add, ne, -1)
+expand = aten.expand.default(masked_fill, [2, 1])
 view_2 = aten.view.default(expand, [-1])
 permute_1 = aten.permute.default(l_args_1_, [0, 2, 1, 3])
 view_3 = aten.view.default(permute_1, [-1, 2, 8])
