@@ -1,4 +1,4 @@
-"""The Dynamo graph as in-place ATen, and back again as a Dynamo graph. Every private API of torch is used here.
+"""The Dynamo graph as in-place ATen, and back again as a Dynamo graph. Nearly all private API of torch is used here.
 
 Two recordings are made. :func:`capture` turns what Dynamo recorded into in-place ATen: one node a write, in program
 order. The rewriter then runs that graph under :func:`record`, so that what it calls becomes the new graph.
@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx.traceback
 from torch import Tensor
@@ -138,21 +137,6 @@ def cache_fake(tensor: Tensor, base: Tensor) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors, fake ones too, that share a storage."""
     return tensor.untyped_storage()._cdata
-
-
-def affine(x: Any) -> tuple[int, Any, int]:
-    """An int or SymInt as ``constant + symbolic``, and the greatest number that divides the symbolic part.
-
-    The factor is 0 where there is no symbolic part.
-    """
-    if isinstance(x, int):
-        return x, 0, 0
-    constant, rest = sympy.expand(x.node.expr).as_coeff_Add()
-    if rest == 0:
-        return int(constant), 0, 0
-    factors = [term.as_coeff_Mul()[0] for term in sympy.Add.make_args(rest)]
-    whole = all(f.is_Integer for f in (constant, *factors))
-    return (int(constant), x - int(constant), int(sympy.gcd_list(factors))) if whole else (0, x, 1)
 
 
 def is_view(target: Any) -> bool:

@@ -55,7 +55,6 @@ class Model(torch.nn.Module):
         return x
 
 
-@torch.no_grad()
 def test_in_your_own_model() -> None:
     """The ten lines compile a model they know nothing of: same output, every cache access on pages, no cache left."""
     model = Model()
