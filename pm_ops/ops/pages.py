@@ -90,8 +90,8 @@ define(
 
 
 @dataclass(slots=True)
-class ZeroPages:
-    """Arguments of ``pm_ops::zero_pages``: these pages become zero bytes, padding included."""
+class _NamedPages:
+    """A buffer, its region and the pages that are meant."""
 
     buffer: Tensor
     pages: Tensor
@@ -103,6 +103,11 @@ class ZeroPages:
 
     def check_values(self) -> None:
         require_in_range("pages", self.pages, self.region[3], "pages in the pool")
+
+
+@dataclass(slots=True)
+class ZeroPages(_NamedPages):
+    """Arguments of ``pm_ops::zero_pages``: these pages become zero bytes, padding included."""
 
 
 def _zero_pages_cpu(a: ZeroPages) -> None:
@@ -120,19 +125,8 @@ define(
 
 
 @dataclass(slots=True)
-class GatherPages:
+class GatherPages(_NamedPages):
     """Arguments of ``pm_ops::gather_pages``: fresh uint8 ``[n, page_bytes]``; page < 0 gives a row of zeros."""
-
-    buffer: Tensor
-    pages: Tensor
-    region: Sequence[int]
-
-    def check(self) -> None:
-        _require_region(self.buffer, self.region)
-        require_indices("pages", self.pages, self.buffer.device)
-
-    def check_values(self) -> None:
-        require_in_range("pages", self.pages, self.region[3], "pages in the pool")
 
 
 def _gather_pages_fake(a: GatherPages) -> Tensor:
