@@ -25,7 +25,7 @@ def python(task: str) -> set[str]:
 
 def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
-        "_store_kv", "_load_kv", "_attention", "_merge_splits", "_merge_attention",
+        "_store_kv", "_load_kv", "_attention", "_attention_hopper", "_merge_splits", "_merge_attention",
         "_gather_pages", "_scatter_pages", "_move_slots",
     }  # fmt: skip
 
@@ -41,6 +41,7 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     target = GPUTarget("cuda", 90, 32)
@@ -53,7 +54,8 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
         seen.add(f"{self.__name__} {specialization} {options}")
         if compile_kernels:
             _, signature, constants, attributes = self._pack_args(backend, options, bound, specialization, {})
-            triton.compile(ASTSource(self, signature, constants, attributes), target=target, options=options)
+            source = GluonASTSource if self.is_gluon() else ASTSource
+            triton.compile(source(self, signature, constants, attributes), target=target, options=options)
 
     JITFunction.run = run
     return seen
@@ -63,6 +65,7 @@ def launch_every_kernel() -> None:
     import torch
     from kernels.cases import attention_case, pages
 
+    from pm_ops.kernels import attention_hopper
     from pm_ops.kernels.attention import attention
     from pm_ops.kernels.merge import merge_attention
     from pm_ops.kernels.pages import copy_slots, gather_pages, zero_pages
@@ -77,6 +80,13 @@ def launch_every_kernel() -> None:
     attention(attention_case("cpu", [3], 3, dtypes=(f32, f32, bf16), dims=(32, 16), window=3, sinks=torch.zeros(4)))
     bias = {"bias": torch.ones(1, 1, 1, 8, dtype=torch.bool), "alibi_slopes": torch.ones(4), "softcap": 2.0}
     attention(attention_case("cpu", [8], [8], dtypes=(bf16, e4m3, e4m3), dims=(32, 32), **bias))
+
+    hopper = dict(page_size=16, dtypes=(bf16, bf16, bf16))
+    attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **hopper))
+    attention_hopper.attention(attention_case("cpu", [40], 40, dims=(64, 128), window=3, softcap=2.0, **hopper))
+    attention_hopper.attention(
+        attention_case("cpu", [40], 40, dims=(256, 256), causal=False, window=3, sinks=torch.zeros(4), **hopper)
+    )
 
     slots = torch.arange(4)
     for source, dtype in ((f32, f32), (bf16, e4m3), (f16, bf16), (torch.float64, f16), (bf16, e5m2)):
