@@ -23,6 +23,8 @@ class PoolPlane(NamedTuple):
     heads: int
     dim: int
     dtype: torch.dtype
+    scales: list[int] | None
+    """The geometry of the plane with a scale for each of its tokens and heads, where there is one."""
 
 
 class PagePool:
@@ -105,7 +107,8 @@ class PagePool:
         if plane.token_stride is None:
             raise ValueError(f"plane {kind!r} of layer {layer} is a state: it has no token slots")
         heads, dim = plane.shape
-        return PoolPlane(self._geometry(plane, layer * step), heads, dim, plane.dtype)
+        scales = self.geometry(layer, f"{kind}_scale") if self._is_scaled(layer, kind) else None
+        return PoolPlane(self._geometry(plane, layer * step), heads, dim, plane.dtype, scales)
 
     def geometry(self, layer: int, kind: str) -> list[int]:
         """``[offset, page_stride, token_stride, head_stride, num_pages]`` of any plane; a state's token stride is 0."""
@@ -172,6 +175,11 @@ class PagePool:
         if even is not None and 0 <= layer < len(self.layout.layers):
             return even
         return self.layout.plane(layer, kind), 0
+
+    def _is_scaled(self, layer: int, kind: str) -> bool:
+        """Whether a plane has scales beside it. Looks at the layer only where some have and some have not."""
+        name = f"{kind}_scale"
+        return kind in self.scaled_kinds and (self._even[name] is not None or name in self.layout.kinds(layer))
 
     def _geometry(self, plane: Plane, shift: int) -> list[int]:
         offset = self.base + plane.offset + shift

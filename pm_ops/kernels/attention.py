@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_plan import plan, tile_dim
-from .common import LN2, LOG2E, TRITON_DTYPE, on_device, slot_offset
+from .common import LN2, LOG2E, TRITON_DTYPE, decoded, on_device, slot_offset
 from .merge import merge_splits
 
 if TYPE_CHECKING:
@@ -67,6 +67,13 @@ def _load_rows(address, present, DTYPE: tl.constexpr, DIM: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def _load_scales(scales, plane, page, token, present):
+    """The scale of each key of a tile. Absent ones are 0."""
+    address = scales + slot_offset(page, token, plane[1], plane[2])
+    return tl.load(address.to(tl.pointer_type(tl.float32)), mask=present, other=0.0)
+
+
+@triton.jit
 def _attend(
     acc,
     m,
@@ -80,6 +87,10 @@ def _attend(
     key_token_stride,
     value_page_stride,
     value_token_stride,
+    key_scales,
+    value_scales,
+    key_scale_plane,
+    value_scale_plane,
     scale,
     softcap,
     slope,
@@ -123,7 +134,10 @@ def _attend(
         token = j % PAGE_SIZE
         slot = slot_offset(page, token, key_page_stride, key_token_stride)
         k = _load_rows(keys + slot, present, KEY_DTYPE, DIM_K, BLOCK_K, MASKED)
-        x = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        k = decoded(k, q.dtype, key_scale_plane is not None)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if key_scale_plane is not None:
+            x *= _load_scales(key_scales, key_scale_plane, page, token, present)[None, :]
         if SOFTCAP:
             # c * tanh(y / c) as c * (1 - 2 / (1 + exp(2 y / c))): finite for every y
             x = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(x * (scale * (2.0 * LOG2E) / softcap))))
@@ -162,7 +176,10 @@ def _attend(
         if not SAME_STRIDES:
             slot = slot_offset(page, token, value_page_stride, value_token_stride)
         v = _load_rows(values + slot, seen, VALUE_DTYPE, DIM_V, BLOCK_V, MASKED or (bias is not None))
-        acc = tl.dot(p.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
+        v = decoded(v, DOT_DTYPE, value_scale_plane is not None)
+        if value_scale_plane is not None:
+            p *= _load_scales(value_scales, value_scale_plane, page, token, seen)[None, :]
+        acc = tl.dot(p.to(DOT_DTYPE), v, acc * shrink[:, None], input_precision="ieee")
         m = new_m
     return acc, m, l
 
@@ -179,6 +196,8 @@ def _attention(
     bias,
     key_scale_tensor,
     value_scale_tensor,
+    key_scale_plane,  # (offset, page_stride, token_stride, head_stride) of a scale a key, or None
+    value_scale_plane,
     out,  # [T, Hq, Dv] of the query's dtype; with SPLIT [splits, T, Hq, Dv] fp32
     lse,  # [T, Hq] fp32, or None; with SPLIT [splits, T, Hq]
     softmax_scale,
@@ -297,6 +316,12 @@ def _attention(
         out_scale = tl.load(value_scale_tensor)
     keys = buffer + (key_offset + kv_head.to(tl.int64) * key_head_stride)
     values = buffer + (value_offset + kv_head.to(tl.int64) * value_head_stride)
+    key_scales = buffer
+    if key_scale_plane is not None:
+        key_scales = buffer + (key_scale_plane[0] + kv_head.to(tl.int64) * key_scale_plane[3])
+    value_scales = buffer
+    if value_scale_plane is not None:
+        value_scales = buffer + (value_scale_plane[0] + kv_head.to(tl.int64) * value_scale_plane[3])
     table = page_table + b.to(tl.int64) * page_table_stride
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -329,7 +354,8 @@ def _attention(
         if WINDOW or part > 0:
             acc, m, l = _attend(
                 acc, m, l, q, position, keys, values, table,
-                key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale, softcap, slope,
+                key_page_stride, key_token_stride, value_page_stride, value_token_stride,
+                key_scales, value_scales, key_scale_plane, value_scale_plane, scale, softcap, slope,
                 bias, bias_rows, bias_valid, bias_key_stride, bias_keys, window, lo, hi, part_begin, part_end,
                 part != 1, SAME_STRIDES, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None,
                 KEY_DTYPE, VALUE_DTYPE, VALUE_DOT_DTYPE, PAGE_SIZE, DIM_K, DIM_V, BLOCK_K, BLOCK_V, BLOCK_N,
@@ -373,6 +399,8 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
             bias,
             a.key_scale_tensor,
             a.value_scale_tensor,
+            None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
+            None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
             partial,
             partial_lse if has_lse else None,
             a.softmax_scale if a.key_scale_tensor is not None else a.softmax_scale * a.key_scale,

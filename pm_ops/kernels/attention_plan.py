@@ -41,7 +41,7 @@ def plan(a: Attention) -> Plan:
     tokens, q_heads, dim = a.query.shape
     batch, group = a.seq_lens.shape[0], q_heads // a.kv_heads
     queries = a.max_query_len if a.query_start is not None and a.max_query_len else -(-tokens // max(batch, 1))
-    key_dot, value_dot = _dot_dtypes(a.query.dtype, a.key_dtype, a.value_dtype)
+    key_dot, value_dot = _dot_dtypes(a.query.dtype, a.key_dtype, a.value_dtype, a.value_scale_plane is not None)
     block_k, block_v = tile_dim(dim), tile_dim(a.value_dim)
 
     # The accumulator, and a bias's tile, live in registers; fp32 without TF32 runs on the plain cores, in small tiles.
@@ -77,11 +77,18 @@ def plan(a: Attention) -> Plan:
     return Plan(block_m, block_n, heads, head_blocks, query_blocks, splits, warps, stages, key_dot, value_dot)
 
 
-def _dot_dtypes(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """The operand types of Q @ K and P @ V, such that no operand but P is rounded; fp8 is exact in any of them."""
+def _dot_dtypes(
+    query: torch.dtype, key: torch.dtype, value: torch.dtype, scaled: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """The operand types of Q @ K and P @ V, such that no operand but P is rounded; 8 bits are exact in any of them.
+
+    P times the ``scaled`` values' own scales leaves the range of float16: then it is bfloat16.
+    """
     if query == torch.float32:
         return torch.float32, torch.float32
-    key_dot = query if key in (query, torch.float8_e4m3fn, torch.float8_e5m2) else torch.float32
+    key_dot = query if key == query or key.itemsize == 1 else torch.float32
+    if scaled:
+        return key_dot, torch.bfloat16
     return key_dot, query if value.itemsize == 1 else value
 
 
