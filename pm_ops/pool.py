@@ -102,12 +102,15 @@ class PagePool:
         return [self.base, self.page_stride, self.layout.page_bytes, self.num_pages]
 
     def plane(self, layer: int, kind: str) -> PoolPlane:
-        """A token plane as the operators take it. Raises ValueError for a plane that is not there, or is a state."""
+        """A token plane as the operators take it.
+
+        Raises ValueError for a plane that is not there or is a state, and for scales of another form.
+        """
         plane, step = self._located(layer, kind)
         if plane.token_stride is None:
             raise ValueError(f"plane {kind!r} of layer {layer} is a state: it has no token slots")
         heads, dim = plane.shape
-        scales = self.geometry(layer, f"{kind}_scale") if self._is_scaled(layer, kind) else None
+        scales = self._scales(layer, f"{kind}_scale", heads) if kind in self.scaled_kinds else None
         return PoolPlane(self._geometry(plane, layer * step), heads, dim, plane.dtype, scales)
 
     def geometry(self, layer: int, kind: str) -> list[int]:
@@ -176,10 +179,14 @@ class PagePool:
             return even
         return self.layout.plane(layer, kind), 0
 
-    def _is_scaled(self, layer: int, kind: str) -> bool:
-        """Whether a plane has scales beside it. Looks at the layer only where some have and some have not."""
-        name = f"{kind}_scale"
-        return kind in self.scaled_kinds and (self._even[name] is not None or name in self.layout.kinds(layer))
+    def _scales(self, layer: int, kind: str, heads: int) -> list[int] | None:
+        """The geometry of a plane of scales; None in a layer that has none."""
+        if self._even[kind] is None and kind not in self.layout.kinds(layer):
+            return None
+        plane, step = self._located(layer, kind)
+        if plane.shape != (heads, 1) or plane.dtype != torch.float32 or plane.token_stride is None:
+            raise ValueError(f"scales are float32 ({heads}, 1) of every token, one a head; the layout has {plane}")
+        return self._geometry(plane, layer * step)
 
     def _geometry(self, plane: Plane, shift: int) -> list[int]:
         offset = self.base + plane.offset + shift

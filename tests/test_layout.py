@@ -48,6 +48,8 @@ LAYOUTS = {
     "mixed": MIXED,
     "page_major": pm_ops.page_major(3, 2, 5, 4, torch.bfloat16, value_dim=3),
     "page_major aligned": pm_ops.page_major(2, 3, 5, 3, torch.float32, align=64),
+    "page_major with scales": pm_ops.page_major(2, 3, 5, 3, torch.int8, value_dim=3, scales=True),
+    "token_major with scales": pm_ops.token_major(2, 3, 5, 3, torch.float8_e5m2, scales=True),
     "token_major": pm_ops.token_major(2, 1, 3, 4, torch.float16),
     "vllm BLNHC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLNHC"),
     "vllm BLHNC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLHNC"),
