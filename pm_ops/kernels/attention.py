@@ -9,9 +9,9 @@ Which keys a tile reads follows from positions alone, never from page ids, so re
 They do depend on the number of splits, and that on shapes: batch, heads, page table width, and the device.
 
 Keys past the sequence, past the last key that the program's queries see, or before the first one, are never loaded, nor
-are their page ids; with a bias, nor are values that it hides from all rows of the program. So what lies in unstored,
-freed or hidden slots has no influence. A non-finite value of a key that one query of a program sees may reach the other
-queries of that program (0 * NaN in P @ V), all of the same sequence and at most BLOCK_Q apart.
+are their page ids and scales; with a bias, nor are values that it hides from all rows of the program. So what lies in
+unstored, freed or hidden slots has no influence. A non-finite value of a key that one query of a program sees may reach
+the other queries of that program (0 * NaN in P @ V), all of the same sequence and at most BLOCK_Q apart.
 """
 
 from __future__ import annotations
@@ -67,10 +67,14 @@ def _load_rows(address, present, DTYPE: tl.constexpr, DIM: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _load_scales(scales, plane, page, token, present):
+def _load_scales(scales, plane, page, token, present, MASKED: tl.constexpr):
     """The scale of each key of a tile. Absent ones are 0."""
-    address = scales + slot_offset(page, token, plane[1], plane[2])
-    return tl.load(address.to(tl.pointer_type(tl.float32)), mask=present, other=0.0)
+    address = (scales + slot_offset(page, token, plane[1], plane[2])).to(tl.pointer_type(tl.float32))
+    if MASKED:
+        x = tl.load(address, mask=present, other=0.0)
+    else:
+        x = tl.load(address)
+    return x
 
 
 @triton.jit
@@ -137,7 +141,7 @@ def _attend(
         k = decoded(k, q.dtype, key_scale_plane is not None)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
         if key_scale_plane is not None:
-            x *= _load_scales(key_scales, key_scale_plane, page, token, present)[None, :]
+            x *= _load_scales(key_scales, key_scale_plane, page, token, present, MASKED)[None, :]
         if SOFTCAP:
             # c * tanh(y / c) as c * (1 - 2 / (1 + exp(2 y / c))): finite for every y
             x = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(x * (scale * (2.0 * LOG2E) / softcap))))
@@ -178,7 +182,7 @@ def _attend(
         v = _load_rows(values + slot, seen, VALUE_DTYPE, DIM_V, BLOCK_V, MASKED or (bias is not None))
         v = decoded(v, DOT_DTYPE, value_scale_plane is not None)
         if value_scale_plane is not None:
-            p *= _load_scales(value_scales, value_scale_plane, page, token, seen)[None, :]
+            p *= _load_scales(value_scales, value_scale_plane, page, token, seen, MASKED or (bias is not None))[None, :]
         acc = tl.dot(p.to(DOT_DTYPE), v, acc * shrink[:, None], input_precision="ieee")
         m = new_m
     return acc, m, l

@@ -243,9 +243,14 @@ def test_tile_boundaries_may_fall_anywhere_in_a_sequence(device, tiles, causal):
     "name", ["decode", "prefill", "everything at once", "page size 48", "window of 4 in a prefill"]
 )
 @pytest.mark.parametrize("width", [0, 90])
-def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, name, width):
+@pytest.mark.parametrize("own", [False, True], ids=["", "own scales"])
+def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, name, width, own):
     """Of the pool the bytes of stored keys alone, of the table the entries of their pages, and nothing around it."""
-    case = attention_case("cpu", **{**CASES[name], "width": width})
+    scaled = {"own": True, "scales": (1.0, 1.0), "dtypes": (F32, torch.int8, torch.int8)} if own else {}
+    case = attention_case("cpu", **{**CASES[name], "width": width, **scaled})
+    planes = [(case.key_plane, case.key_dtype.itemsize * case.query.shape[2])]
+    planes += [(case.value_plane, case.value_dtype.itemsize * case.value_dim)]
+    planes += [(plane, 4) for plane in (case.key_scale_plane, case.value_scale_plane) if plane is not None]
     around = torch.full((case.page_table.numel() + 2000,), 2**30, dtype=torch.int32)
     around[1000:-1000] = case.page_table.flatten()
     case.page_table = around[1000:-1000].view(case.page_table.shape)
@@ -257,10 +262,10 @@ def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, n
         allowed[used : used + -(-n // case.page_size) * 4] = True
         for j in range(n):
             slot = int(case.page_table[b, j // case.page_size]) * case.page_size + j % case.page_size
-            for plane, dim in ((case.key_plane, case.query.shape[2]), (case.value_plane, case.value_dim)):
+            for plane, row_bytes in planes:
                 for head in range(case.kv_heads):
                     at = oracle.address(plane, case.page_size, slot, head)
-                    stored[at : at + 4 * dim] = True
+                    stored[at : at + row_bytes] = True
 
     read = record_reads(monkeypatch)
     attention(case)

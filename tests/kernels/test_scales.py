@@ -12,6 +12,7 @@ from kernels.test_rope import rope_case, to, unfused
 from kernels.test_store import some_slots
 
 from pm_ops.kernels.attention import attention
+from pm_ops.kernels.attention_plan import plan
 from pm_ops.kernels.rope import rope_store_kv
 from pm_ops.kernels.store import load_kv, store_kv
 from pm_ops.ops.attention import Attention
@@ -280,6 +281,46 @@ def test_stored_by_the_kernel_and_attended_at_the_sizes_of_models(dtype, queries
     index = torch.tensor(slots, device="cuda")
     store_kv(StoreKV(case.buffer, key, value, index, **planes, page_size=16, key_dtype=dtype, value_dtype=dtype))
     check_attention(case, *attention(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [0, 512])
+def test_store_and_attention_replay_in_a_cuda_graph_and_never_synchronise(width):
+    """Captured once, replayed with other rows and slots; with and without splits."""
+    case = attention_case("cuda", [13, 30, 5], 1, dtypes=(BF16, E4M3, INT8), own=True, num_pages=20, width=width)
+    assert (plan(case).splits > 1) == (width > 0)
+    key, value = torch.randn(2, 3, 2, 32, device="cuda", dtype=BF16)
+    planes = {n: getattr(case, n) for n in ("key_plane", "value_plane", "key_scale_plane", "value_scale_plane")}
+    slots = torch.full((3,), -1, device="cuda")
+    store = StoreKV(case.buffer, key, value, slots, **planes, page_size=4, key_dtype=E4M3, value_dtype=INT8)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles
+        store_kv(store)
+        attention(case)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        store_kv(store)
+        attention(case)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store_kv(store)
+        out, lse = attention(case)
+    for _ in range(3):
+        key.normal_()
+        value.normal_()
+        last = case.seq_lens - 1
+        page = case.page_table.gather(1, (last // 4).long()[:, None])[:, 0]
+        slots.copy_(page * 4 + last % 4)
+        eager = dataclasses.replace(store, buffer=case.buffer.clone())
+        graph.replay()
+        store_kv(eager)
+        assert torch.equal(case.buffer, eager.buffer)
+        check_attention(case, out, lse)
+        case.seq_lens.sub_(1)
 
 
 @pytest.mark.gpu
