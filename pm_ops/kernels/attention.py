@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import attention_hopper
 from .attention_plan import plan, tile_dim
 from .common import LN2, LOG2E, TRITON_DTYPE, decoded, on_device, slot_offset
 from .merge import merge_splits
@@ -379,6 +380,8 @@ def _attention(
 
 def attention(a: Attention) -> tuple[Tensor, Tensor]:
     """`pm_ops::attention`: one launch, or two where the KV axis is split. `impl` was chosen by the operator."""
+    if attention_hopper.takes(a):
+        return attention_hopper.attention(a)
     tokens, q_heads, dim = a.query.shape
     out = a.query.new_empty((tokens, q_heads, a.value_dim))
     lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)

@@ -40,7 +40,7 @@ def plan(a: Attention) -> Plan:
     """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
     tokens, q_heads, dim = a.query.shape
     batch, group = a.seq_lens.shape[0], q_heads // a.kv_heads
-    queries = a.max_query_len if a.query_start is not None and a.max_query_len else -(-tokens // max(batch, 1))
+    queries = queries_of(a)
     key_dot, value_dot = _dot_dtypes(a.query.dtype, a.key_dtype, a.value_dtype, a.value_scale_plane is not None)
     block_k, block_v = tile_dim(dim), tile_dim(a.value_dim)
 
@@ -72,9 +72,16 @@ def plan(a: Attention) -> Plan:
     if a.window:
         keys = min(keys, (a.window if a.causal else 2 * a.window) + block_q)
     programs = query_blocks * a.kv_heads * head_blocks
-    wanted = _multiprocessors(a.query.device) * (4 if block_m <= 32 else 1)
+    wanted = multiprocessors(a.query.device) * (4 if block_m <= 32 else 1)
     splits = max(1, min(wanted // max(programs, 1), -(-keys // (2 * block_n)), MAX_SPLITS))
     return Plan(block_m, block_n, heads, head_blocks, query_blocks, splits, warps, stages, key_dot, value_dot)
+
+
+def queries_of(a: Attention) -> int:
+    """Queries of a sequence: as many as one may have where that is known, else their mean."""
+    if a.query_start is not None and a.max_query_len:
+        return a.max_query_len
+    return -(-a.query.shape[0] // max(a.seq_lens.shape[0], 1))
 
 
 def _dot_dtypes(
@@ -98,7 +105,8 @@ def tile_dim(dim: int) -> int:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
     if device.type != "cuda":
         return 4  # the interpreter: few, so that small tests cover calls with and without splits
     return torch.cuda.get_device_properties(device).multi_processor_count

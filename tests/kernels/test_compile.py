@@ -26,8 +26,8 @@ def python(task: str) -> set[str]:
 
 def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
-        "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_merge_splits", "_merge_attention",
-        "_gather_pages", "_scatter_pages", "_move_slots",
+        "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_merge_splits",
+        "_merge_attention", "_gather_pages", "_scatter_pages", "_move_slots",
     }  # fmt: skip
 
 
@@ -45,6 +45,7 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     target = GPUTarget("cuda", 90, 32)
@@ -58,7 +59,8 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
         seen.add(f"{self.__name__} {specialization} {options}")
         if compile_kernels:
             _, signature, constants, attributes = self._pack_args(backend, options, bound, specialization, {})
-            triton.compile(ASTSource(self, signature, constants, attributes), target=target, options=options)
+            source = GluonASTSource if self.is_gluon() else ASTSource
+            triton.compile(source(self, signature, constants, attributes), target=target, options=options)
 
     JITFunction.run = run
     return seen
@@ -69,6 +71,7 @@ def launch_every_kernel() -> None:
     from kernels.cases import attention_case, pages
     from kernels.test_rope import rope_case
 
+    from pm_ops.kernels import attention_hopper
     from pm_ops.kernels.attention import attention
     from pm_ops.kernels.merge import merge_attention
     from pm_ops.kernels.pages import copy_slots, gather_pages, zero_pages
@@ -88,6 +91,13 @@ def launch_every_kernel() -> None:
         attention(attention_case("cpu", [64], 1, dtypes=dtypes, own=True))
         attention(attention_case("cpu", [3, 64], [3, 64], dtypes=dtypes, own=True, window=9))
     attention(attention_case("cpu", [3], 1, dtypes=(bf16, torch.int8, torch.int8), scales=(0.1, 0.1)))
+
+    hopper = dict(page_size=16, dtypes=(bf16, bf16, bf16))
+    attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **hopper))
+    attention_hopper.attention(attention_case("cpu", [40], 40, dims=(64, 128), window=3, softcap=2.0, **hopper))
+    attention_hopper.attention(
+        attention_case("cpu", [40], 40, dims=(256, 256), causal=False, window=3, sinks=torch.zeros(4), **hopper)
+    )
 
     slots = torch.arange(4)
     for source, dtype in ((f32, f32), (bf16, e4m3), (f16, bf16), (torch.float64, f16), (bf16, e5m2)):
