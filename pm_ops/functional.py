@@ -186,8 +186,9 @@ def attention(
     key, value = _plane(pool, layer, "key"), _plane(pool, layer, "value")
     if query.shape[-1] != key.dim or value.heads != key.heads:
         raise ValueError(
-            f"query is {list(query.shape)}; layer {layer} has keys of {counted(key.heads, 'head')} x {key.dim} and values "
-            f"of {counted(value.heads, 'head')} x {value.dim}: query's last axis must be the key's, and their heads must be equal"
+            f"query is {list(query.shape)}; layer {layer} has keys of {counted(key.heads, 'head')} x {key.dim} and "
+            f"values of {counted(value.heads, 'head')} x {value.dim}: query's last axis must be the key's, and their "
+            "heads must be equal"
         )
     out, lse = torch.ops.pm_ops.attention(
         pool.buffer,

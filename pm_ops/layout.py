@@ -292,7 +292,9 @@ def _validate(layout: PageLayout) -> None:
             raise ValueError(f"planes overlap at byte {run.offset} of the page: {_at(layout, run.offset)}")
         end = run.offset + run.nbytes
     if end > layout.page_bytes:
-        raise ValueError(f"planes need {counted(end, 'byte')}, the page has {layout.page_bytes}: {_at(layout, end - 1)}")
+        raise ValueError(
+            f"planes need {counted(end, 'byte')}, the page has {layout.page_bytes}: {_at(layout, end - 1)}"
+        )
 
 
 def _at(layout: PageLayout, byte: int) -> str:

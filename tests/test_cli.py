@@ -190,7 +190,7 @@ def test_bad_input_ends_with_status_2_and_one_line(arguments: str, capsys: pytes
         ("--layers 2 --kv-heads 2 --head-dim 8 --page-size 0", "--page-size is 0; it must be 1 or more"),
         ("no/such/config.json", "there is no file or folder no/such/config.json; give a config.json"),
         ("Llama", "there is no file or folder Llama; of a model on the Hugging Face hub"),
-        ("org/model-1.7B", "hf download org/model-1.7B config.json --local-dir model-1.7B && pm-ops inspect model-1.7B"),
+        ("org/model-1.7B", "download org/model-1.7B config.json --local-dir model-1.7B && pm-ops inspect model-1.7B"),
     ],
 )
 def test_bad_input_is_told_what_to_give(

@@ -22,12 +22,14 @@ def good(name: str) -> dict[str, Any]:
         "load_kv": {"pool": pool, "layer": 0, "slots": one},
         "rope_store_kv": {**stored, "query": rows, "positions": one, "cos_sin": torch.randn(4, DIM)},
         "attention": {
-            **{"pool": pool, "layer": 0, "query": rows, "page_table": one[:, None], "seq_lens": one},
+            "pool": pool,
+            "layer": 0,
+            "query": rows,
+            "page_table": one[:, None],
+            "seq_lens": one,
             "query_start": torch.tensor([0, 1]),
         },
-        "merge_attention": {
-            **{"out_a": rows, "lse_a": rows[..., 0], "out_b": rows, "lse_b": rows[..., 0]},
-        },
+        "merge_attention": {"out_a": rows, "lse_a": rows[..., 0], "out_b": rows, "lse_b": rows[..., 0]},
     }[name]
 
 
@@ -50,7 +52,8 @@ def test_what_is_no_tensor_is_refused_by_name(
     arguments = good(operator)
     before = arguments["pool"].buffer.clone() if "pool" in arguments else None
     where = "the other tensors' device" if before is None else "cpu"
-    with pytest.raises(ValueError, match=rf"^{name} must be a tensor on {where}, got {kind}; torch\.as_tensor") as caught:
+    message = rf"^{name} must be a tensor on {where}, got {kind}; torch\.as_tensor"
+    with pytest.raises(ValueError, match=message) as caught:
         getattr(pm_ops, operator)(**{**arguments, name: make(arguments[name])})
     assert caught.value.__context__ is None, "torch's own words are not shown beside ours"
     assert before is None or torch.equal(arguments["pool"].buffer, before)
