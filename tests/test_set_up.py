@@ -15,7 +15,8 @@ def venv(tmp_path: Path) -> Path:
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     (tmp_path / "venv" / "pyvenv.cfg").touch()
-    python.write_text(f'#!/bin/sh\necho "$*" >> "{tmp_path}/log"\ncase "$*" in *"${{FAIL_AT:-never}}"*) exit 3;; esac\n')
+    failing = 'case "$*" in *"${FAIL_AT:-never}"*) exit 3;; esac'
+    python.write_text(f'#!/bin/sh\necho "$*" >> "{tmp_path}/log"\n{failing}\n')
     python.chmod(0o755)
     return tmp_path / "venv"
 
