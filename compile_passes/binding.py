@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pm_ops import PagePool
+from pm_ops.layout import counted
 
 from .facade import Facade, make_facade, sharing
 from .forms import CachePlane, form_of
@@ -146,6 +147,7 @@ def bind(
     named = _named(pool, keys, values)
     storages: dict[int, int] = {}
     planes = [_plane(pool, layer, kind, t, dims, storages) for layer, kind, t in named]
+    _check_distinct(planes)
     tensors = [t for _, _, t in named]
     objects = sharing(tensors)
     for tensor in tensors:
@@ -214,7 +216,8 @@ def _named(
             if tensors is None:
                 continue
             if len(tensors) != len(layers):
-                raise ValueError(f"{len(tensors)} {kind} caches for a layout of {len(layers)} layers; one a layer")
+                given = counted(len(tensors), f"{kind} cache")
+                raise ValueError(f"{given} for a layout of {counted(len(layers), 'layer')}; one a layer")
             named.append((layers[layer], kind, tensors[layer]))
     return named
 
@@ -259,13 +262,31 @@ def _take_pages(pool: PagePool, planes: Sequence[CachePlane]) -> Tensor | None:
         raise ValueError(f"caches of one binding share a page table: one batch and length for all, got {forms}")
     batch, seq = sizes.pop() if paged else (1, (pool.num_pages - pool.reserve_null) * pool.page_size)
     columns = -(-seq // pool.page_size)
-    if batch * columns > pool.allocator.num_free:
+    free = pool.allocator.num_free
+    if batch * columns > free and not paged:
         raise ValueError(
-            f"{batch} sequences of {seq} tokens need {batch * columns} pages of {pool.page_size} tokens, the pool has "
-            f"{pool.allocator.num_free} free of {pool.num_pages}; caches addressed by slot need a pool of their own"
+            f"caches addressed by slot take every page of the pool; {batch * columns - free} of {batch * columns} are "
+            "in use: make a pool of their own"
+        )
+    if batch * columns > free:
+        raise ValueError(
+            f"caches of {batch} x {counted(seq, 'token')} need {counted(batch * columns, 'page')} of "
+            f"{counted(pool.page_size, 'token')}, the pool has {free} free of {pool.num_pages}; give it more pages, or "
+            "free some"
         )
     pages = pool.allocator.alloc(batch * columns)
     return torch.tensor(pages, dtype=torch.int32, device=pool.device).view(batch, columns) if paged else None
+
+
+def _check_distinct(planes: Sequence[CachePlane]) -> None:
+    seen: dict[tuple[int, int], CachePlane] = {}
+    for plane in planes:
+        twin = seen.setdefault((plane.storage, plane.storage_offset * plane.dtype.itemsize), plane)
+        if twin is not plane:
+            raise ValueError(
+                f"the {plane.kind} cache of layer {plane.layer} is the {twin.kind} cache of layer {twin.layer} too; "
+                "give each a tensor of its own"
+            )
 
 
 def _check_covered(planes: Sequence[CachePlane], nbytes: int) -> None:

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from pm_ops.layout import counted
+
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<code>.*)')
 _FACADE = os.path.join("compile_passes", "facade.py")  # compiled code passes through there; the caller is meant
+_PACKAGES = re.compile(r"^\S.*?/(?:site|dist)-packages/")
 
 
 class RewriteError(RuntimeError):
@@ -102,18 +105,21 @@ class RewriteReport:
         return [plane for plane in self.planes if plane not in seen]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            (f"L{e.layer} {'+'.join(e.kinds)}", e.action, e.form, e.became, e.line) for e in self.entries
-        ]
-        rows = [("plane", "does", "form found", "became", "line"), *_cut(rows)]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]) for r in rows)
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for e in self.entries:
+            row = ("+".join(e.kinds), e.action, e.form, e.became, _PACKAGES.sub("", e.line))
+            alike.setdefault(row, []).append(e.layer)
+        rows = [(_spans(layers), f"{len(layers)} x", *row) for row, layers in alike.items()]
+        rows = [("layers", "", "planes", "does", "form found", "became", "line"), *_cut(rows)]
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[6]]) for r in rows)
         return "\n".join([table, self._summary(), *(f"refused: {reason}" for reason in self.refused)])
 
     def _summary(self) -> str:
         lines = [
-            f"{self.graphs} graphs: {self.writes_rewritten} writes and {self.reads_rewritten} reads rewritten, "
-            f"{self.materialized} materialized; {self.bytes_released} bytes of layer-major cache released"
+            f"{counted(self.graphs, 'graph')}: {counted(self.writes_rewritten, 'write')} and "
+            f"{counted(self.reads_rewritten, 'read')} rewritten, {self.materialized} materialized; "
+            f"{counted(self.bytes_released, 'byte')} of layer-major cache released"
         ]
         for action in ("write", "read"):
             missing = self.untouched(action)
@@ -125,8 +131,19 @@ class RewriteReport:
 
 
 def _cut(rows: list[tuple[str, ...]], limit: int = 24) -> list[tuple[str, ...]]:
-    """The middle left out of a deep model's table."""
+    """The middle left out of the table of a deep model whose layers differ."""
     if len(rows) <= limit:
         return rows
     half = limit // 2
-    return [*rows[:half], ("...", f"({len(rows) - limit} more)", "", "", ""), *rows[-half:]]
+    return [*rows[:half], ("...", "", f"({len(rows) - limit} more)", "", "", "", ""), *rows[-half:]]
+
+
+def _spans(layers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` → ``"0-2, 5"``."""
+    spans: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if spans and layer == spans[-1][1] + 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in spans)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .explain import explained
+from .layout import counted
 from .pool import PagePool
 
 Scale = float | Tensor
 
 
+@explained
 def store_kv(
     pool: PagePool,
     layer: int,
@@ -45,6 +48,7 @@ def store_kv(
     torch.ops.pm_ops.store_kv(*args, *_scale_arguments(key_scale, value_scale), key_scales, value_scales)
 
 
+@explained
 def rope_store_kv(
     pool: PagePool,
     layer: int,
@@ -113,6 +117,7 @@ def rope_store_kv(
     return (rotated_query, rotated_key) if return_key else rotated_query
 
 
+@explained
 def load_kv(
     pool: PagePool,
     layer: int,
@@ -144,6 +149,7 @@ def load_kv(
     )
 
 
+@explained
 def attention(
     pool: PagePool,
     layer: int,
@@ -198,8 +204,9 @@ def attention(
     key, value = pool.plane(layer, "key"), pool.plane(layer, "value")
     if query.shape[-1] != key.dim or value.heads != key.heads:
         raise ValueError(
-            f"query is {list(query.shape)}; layer {layer} has keys of {key.heads} heads x {key.dim} and values of "
-            f"{value.heads} heads x {value.dim}: query's last axis must be the key's, and their heads must be equal"
+            f"query is {list(query.shape)}; layer {layer} has keys of {counted(key.heads, 'head')} x {key.dim} and "
+            f"values of {counted(value.heads, 'head')} x {value.dim}: query's last axis must be the key's, and their "
+            "heads must be equal"
         )
     out, lse = torch.ops.pm_ops.attention(
         pool.buffer,
@@ -233,6 +240,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@explained
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Join two parts of one softmax: ``out_* [T, H, D]``, natural-log ``lse_* [T, H]`` float32.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .formats import page_major, token_major, vllm
+from .layout import counted
 from .ops._common import ROW_DTYPES
 from .pool import PagePool
 
@@ -59,7 +60,8 @@ def writes_only(buffer: Tensor, owned: Iterable[int]) -> Iterator[None]:
         changed[list(owned)] = False
         stray = changed.nonzero().squeeze(1).tolist()
         if stray:
-            raise AssertionError(f"{len(stray)} bytes outside the addressed cells changed, the first is {stray[0]}")
+            found = counted(len(stray), "byte")
+            raise AssertionError(f"{found} outside the addressed cells changed, the first is {stray[0]}")
 
 
 def sample_pools(device: str = "cpu") -> Iterator[PagePool]:

@@ -150,15 +150,27 @@ def test_eager_code_after_a_graph_break_is_told_of_the_facade() -> None:
         ({"keys": caches(36, HEADS, DIM)}, "make the pool with num_pages=9"),
         ({"keys": caches(9, PAGE, HEADS, DIM)}, "make the pool with num_pages=9"),
         ({"keys": caches(40, 3, DIM)}, "fits no cache form"),
-        ({"keys": caches(2, HEADS, 24, DIM)}, r"2 sequences of 24 tokens need 12 pages"),
+        (
+            {"keys": caches(2, HEADS, 24, DIM)},
+            "caches of 2 x 24 tokens need 12 pages of 4 tokens, the pool has 10 free of 10; give it more pages",
+        ),
+        ({"keys": caches(1, HEADS, 44, DIM)}, "caches of 1 x 44 tokens need 11 pages"),
         ({"keys": caches(2, HEADS, HEADS, DIM)}, "say which with dims="),
         ({"keys": caches(40, HEADS, DIM), "dims": "BHSD"}, "is no BHSD cache"),
         ({"keys": caches(40, HEADS, DIM), "dims": "NHD"}, "dims='NHD' is unknown"),
-        ({"keys": caches(40, HEADS, DIM)[:1]}, "1 key caches for a layout of 2 layers"),
+        ({"keys": caches(40, HEADS, DIM)[:1]}, "1 key cache for a layout of 2 layers"),
         ({"keys": caches(40, HEADS, DIM, dtype=torch.float16)}, "they must agree"),
         ({"keys": [t.requires_grad_() for t in caches(40, HEADS, DIM)]}, "requires grad"),
         ({"keys": torch.randn(3, 40, HEADS, DIM)[:2]}, "bind every cache that lies in it"),
-        ({"keys": [torch.randn(40, HEADS, DIM)] * 2}, "bind every cache that lies in it, once"),
+        (
+            {"keys": [torch.randn(40, HEADS, DIM)] * 2},
+            "key cache of layer 1 is the key cache of layer 0 too; give each",
+        ),
+        (
+            dict.fromkeys(("keys", "values"), caches(40, HEADS, DIM)),
+            "value cache of layer 0 is the key cache of layer 0",
+        ),
+        (dict.fromkeys(("keys", "values"), torch.randn(2, 40, HEADS, DIM)), "value cache of layer 0 is the key cache"),
         ({"keys": overlapping()}, "bind every cache that lies in it, once"),
         ({"keys": [caches(2, HEADS, 13, DIM)[0], caches(2, HEADS, 9, DIM)[0]]}, "one batch and length for all"),
         ({"keys": [[1.0], [2.0]]}, "must be a plain torch.Tensor"),
@@ -181,6 +193,15 @@ def test_a_layout_that_would_quantise_what_the_model_writes_is_refused() -> None
     with pytest.raises(ValueError, match="key cache of layer 0 would be quantised.*without scales=True"):
         bind(pool, keys=keys)
     assert pool.allocator.num_free == pool.num_pages and type(keys[0]) is Tensor
+
+
+def test_caches_addressed_by_slot_do_not_share_their_pool() -> None:
+    pool = make_pool()
+    taken = pool.allocator.alloc(3)
+    with pytest.raises(ValueError, match=r"take every page of the pool; 3 of 10 are in use: make a pool of their own"):
+        bind(pool, keys=caches(40, HEADS, DIM), values=caches(40, HEADS, DIM))
+    pool.allocator.free(taken)
+    bind(pool, keys=caches(40, HEADS, DIM), values=caches(40, HEADS, DIM))
 
 
 def test_a_bound_cache_is_not_bound_again() -> None:
