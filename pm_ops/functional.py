@@ -162,6 +162,8 @@ def attention(
     key_scale: Scale = 1.0,
     value_scale: Scale = 1.0,
     max_query_len: int = 0,
+    max_seq_len: int = 0,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -181,6 +183,8 @@ def attention(
         bias: bool (True: visible) or floating point ``[B or 1, Hq or 1, Lq or 1, S]``.
         key_scale, value_scale: as in :func:`store_kv`.
         max_query_len: 0, or an upper bound of one sequence's query tokens, a hint.
+        max_seq_len: 0, or about the most keys of one sequence, a hint for tables that are much wider.
+        batch_invariant: make a row's bits independent of what else is in the call (CUDA; slower).
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
         impl: ``"auto"``, ``"triton"`` or ``"reference"``.
 
@@ -223,6 +227,8 @@ def attention(
         impl,
         key.scales,
         value.scales,
+        batch_invariant,
+        max_seq_len,
     )
     return (out, lse) if return_lse else out
 

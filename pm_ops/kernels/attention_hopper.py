@@ -517,6 +517,7 @@ def able(a: Attention) -> bool:
         and _box_rows(a.page_size, _block_n(dim, a.value_dim)) >= 8
         and a.alibi_slopes is None
         and a.bias is None
+        and not a.batch_invariant
         and a.key_scale_tensor is None
         and a.value_scale_tensor is None
         and a.softmax_scale * a.key_scale > 0
@@ -548,12 +549,13 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     values = _descriptor(a.buffer, a.value_plane, a.page_size, a.kv_heads, a.value_dim, a.value_dtype, rows)
     page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
     max_keys = min(page_table.shape[1] * a.page_size, 2**31 - 1)
+    longest = min(max_keys, a.max_seq_len or max_keys)
     query_blocks = _query_blocks(a)
     programs = query_blocks * a.kv_heads
     scale = a.softmax_scale * a.key_scale
     capped = a.softcap > 0
     with on_device(a.buffer):
-        _attention_hopper[(programs if max_keys >= _LONG else min(programs, multiprocessors(a.query.device)),)](
+        _attention_hopper[(programs if longest >= _LONG else min(programs, multiprocessors(a.query.device)),)](
             keys,
             values,
             a.query,

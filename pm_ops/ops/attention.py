@@ -29,6 +29,7 @@ from ._common import (
 )
 
 IMPLEMENTATIONS = ("auto", "triton", "reference")
+BATCH_INVARIANT_KEYS = 524288
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -59,6 +60,10 @@ class Attention:
         key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device, or
             ``*_plane``, a plane of float32 ``(kv_heads, 1)`` with the scale of each token and head.
         max_query_len: 0 or an upper bound of the query tokens of one sequence: a hint for choosing a kernel.
+        max_seq_len: 0 or about the most keys of one sequence, a hint for dividing the work where ``page_table`` is much
+            wider. Neither hint changes what is computed.
+        batch_invariant: a row's result, to the bit, follows from its query and its keys alone, whatever else is in the
+            call. Slower, by Triton only, and for tables of at most ``BATCH_INVARIANT_KEYS`` keys.
         return_lse: also return the log-sum-exp of every query row.
         impl: ``"triton"``, ``"reference"`` (plain torch; synchronises on CUDA) or ``"auto"``: triton on CUDA,
             reference on CPU.
@@ -96,6 +101,8 @@ class Attention:
     impl: str = "auto"
     key_scale_plane: Sequence[int] | None = None
     value_scale_plane: Sequence[int] | None = None
+    batch_invariant: bool = False
+    max_seq_len: int = 0
 
     def check(self) -> None:
         if torch.is_grad_enabled():
@@ -139,16 +146,18 @@ class Attention:
             require_scale(name, scale, tensor, plane, dtype, device)
             require_scale_plane(name, nbytes, plane, self.page_size, self.kv_heads)
         require(
-            self.window >= 0 and self.softcap >= 0 and self.max_query_len >= 0,
+            self.window >= 0 and self.softcap >= 0 and self.max_query_len >= 0 and self.max_seq_len >= 0,
             lambda: (
-                f"window={self.window}, softcap={self.softcap} and max_query_len={self.max_query_len} must not be "
-                "negative; 0 is none"
+                f"window={self.window}, softcap={self.softcap}, max_query_len={self.max_query_len} and "
+                f"max_seq_len={self.max_seq_len} must not be negative; 0 is none"
             ),
         )
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl={self.impl!r} is unknown; supported: {', '.join(IMPLEMENTATIONS)}")
         if self.impl == "triton" and device.type == "cpu":
             raise ValueError("impl='triton' needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'")
+        if self.batch_invariant:
+            self._check_batch_invariant(device)
         self._check_per_head("sinks", self.sinks, heads, device)
         self._check_per_head("alibi_slopes", self.alibi_slopes, heads, device)
         if self.bias is not None:
@@ -158,6 +167,17 @@ class Attention:
         extras = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes, "bias": self.bias}
         scales = {"key_scale_tensor": self.key_scale_tensor, "value_scale_tensor": self.value_scale_tensor}
         require_no_grad("attention", query=self.query, **extras, **scales)
+
+    def _check_batch_invariant(self, device: torch.device) -> None:
+        if device.type == "cpu" or self.impl == "reference":
+            raise ValueError(
+                "batch_invariant needs impl='triton' and CUDA tensors; plain torch gives no such guarantee"
+            )
+        keys = self.page_table.shape[1] * self.page_size
+        require(
+            keys <= BATCH_INVARIANT_KEYS,
+            lambda: f"batch_invariant takes page tables of at most {BATCH_INVARIANT_KEYS} keys, this one has {keys}",
+        )
 
     def _check_per_head(self, name: str, tensor: Tensor | None, heads: int, device: torch.device) -> None:
         if tensor is None:
@@ -336,7 +356,8 @@ define(
     "ScalarType value_dtype, float softmax_scale, bool causal=True, SymInt window=0, float softcap=0.0, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None, float key_scale=1.0, float value_scale=1.0, "
     "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, "
-    'str impl="auto", SymInt[]? key_scale_plane=None, SymInt[]? value_scale_plane=None) -> (Tensor, Tensor)',
+    'str impl="auto", SymInt[]? key_scale_plane=None, SymInt[]? value_scale_plane=None, '
+    "bool batch_invariant=False, SymInt max_seq_len=0) -> (Tensor, Tensor)",
     Attention,
     fake=_attention_fake,
     cpu=attention_reference,

@@ -438,7 +438,7 @@ def shapes(**options: Any) -> Attention:
 
 
 def test_splits_fill_the_device_and_no_more(monkeypatch):
-    monkeypatch.setattr(attention_plan, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
     assert plan(shapes(batch=64, tokens=64)).splits == 1
     assert 32 <= plan(shapes(width=8192)).splits <= attention_plan.MAX_SPLITS
     assert plan(shapes(width=8192, heads=(8, 1))).splits > plan(shapes(width=8192)).splits
@@ -448,7 +448,7 @@ def test_splits_fill_the_device_and_no_more(monkeypatch):
 
 
 def test_tiles_hold_any_group_and_fit(monkeypatch):
-    monkeypatch.setattr(attention_plan, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
     for group in (1, 3, 5, 7, 8, 48, 128, 200):
         for tokens in (1, 3, 5000):
             for dtype in (BF16, F32):

@@ -27,7 +27,8 @@ def python(task: str) -> set[str]:
 def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
         "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_merge_splits",
-        "_merge_attention", "_gather_pages", "_scatter_pages", "_move_slots",
+        "_merge_attention",
+        "_gather_pages", "_scatter_pages", "_move_slots",
     }  # fmt: skip
 
 

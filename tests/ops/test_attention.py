@@ -6,8 +6,10 @@ import pytest
 import torch
 from kernels.cases import attention_case, check_attention
 from kernels.test_attention import CASES, MIXED
+from torch import Tensor
 
 import pm_ops
+from pm_ops.ops.attention import BATCH_INVARIANT_KEYS
 from pm_ops.testing import fill_nan, writes_only
 
 BF16 = torch.bfloat16
@@ -135,6 +137,11 @@ REFUSED = {
         lambda c: {"key_dtype": torch.int8, "key_scale_plane": [*c.key_plane[:4], 1]},
         "there are 1 pages in the pool",
     ),
+    "batch invariance on the CPU": (
+        lambda c: {"batch_invariant": True},
+        "batch_invariant needs impl='triton' and CUDA",
+    ),
+    "a negative longest sequence": (lambda c: {"max_seq_len": -1}, "max_seq_len=-1 must not be negative"),
     "dims the plane has not": (lambda c: {"value_dim": 4096}, "last element ends at byte"),
 }
 
@@ -145,6 +152,17 @@ def test_bad_input_is_refused_with_what_came_and_what_is_supported(name):
     changes, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call(case, **changes(case))
+
+
+def test_batch_invariance_has_a_widest_table():
+    """Checked without a GPU, on tensors of another device than the CPU."""
+    case = attention_case("cpu", [13, 30], 1)
+    tensors = {f.name: x.to("meta") for f in dataclasses.fields(case) if isinstance(x := getattr(case, f.name), Tensor)}
+    case = dataclasses.replace(case, batch_invariant=True, **tensors)
+    case.check()
+    wide = torch.empty(2, BATCH_INVARIANT_KEYS // case.page_size + 1, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="at most 524288 keys, this one has 524292"):
+        dataclasses.replace(case, page_table=wide).check()
 
 
 def test_a_page_before_every_querys_window_may_be_gone():
