@@ -110,8 +110,6 @@ def _filled(pool: PagePool) -> PagePool:
     for plane in pool.layout.planes:
         view = pool.view(plane.layer, plane.kind)
         values = torch.randn(view.shape, generator=torch.Generator().manual_seed(plane.offset))
-        if plane.dtype == torch.int8:
-            values = (40 * values).clamp(-127, 127)
         view.copy_((values.abs() if plane.kind.endswith("_scale") else values).to(plane.dtype))
     return pool
 

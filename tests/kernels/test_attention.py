@@ -18,7 +18,7 @@ from pm_ops.kernels.attention_plan import plan
 from pm_ops.ops.attention import Attention
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 INF = float("inf")
 
 
@@ -135,8 +135,12 @@ def test_attention_equals_dense_attention_in_fp16_and_fp32(device, name, dtype):
 
 
 MIXED = [(F32, F16, F32), (F16, F32, F16), (F32, F32, F16), (F32, BF16, BF16), (F32, E4M3, E5M2), (F16, E5M2, E4M3)]
+MIXED += [(F32, INT8, INT8), (F16, INT8, F16)]
 MIXED_ON_CUDA = [
-    (query, plane, plane) for query in (BF16, F16, F32) for plane in (BF16, F16, F32, E4M3, E5M2) if plane != query
+    (query, plane, plane)
+    for query in (BF16, F16, F32)
+    for plane in (BF16, F16, F32, E4M3, E5M2, INT8)
+    if plane != query
 ] + [(BF16, E4M3, BF16), (F16, BF16, E5M2)]
 
 
@@ -246,7 +250,7 @@ def test_tile_boundaries_may_fall_anywhere_in_a_sequence(device, tiles, causal):
 @pytest.mark.parametrize("own", [False, True], ids=["", "own scales"])
 def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, name, width, own):
     """Of the pool the bytes of stored keys alone, of the table the entries of their pages, and nothing around it."""
-    scaled = {"own": True, "scales": (1.0, 1.0), "dtypes": (F32, torch.int8, torch.int8)} if own else {}
+    scaled = {"own": True, "scales": (1.0, 1.0), "dtypes": (F32, INT8, INT8)} if own else {}
     case = attention_case("cpu", **{**CASES[name], "width": width, **scaled})
     planes = [(case.key_plane, case.key_dtype.itemsize * case.query.shape[2])]
     planes += [(case.value_plane, case.value_dtype.itemsize * case.value_dim)]

@@ -399,6 +399,10 @@ def compile_variants() -> None:
     scales = {"key_scale_tensor": torch.ones(1), "value_scale_tensor": torch.ones(1)}
     rope_store_kv(rope_case(601, rows=(BF16,) * 3, planes=(E4M3, E4M3), num_pages=200, **scales, interleaved=True))
 
+    own = rope_case(rows=(BF16,) * 3, planes=(E4M3, torch.int8), heads=(4, 2, 2), norm=True, slots=[0, 1])
+    planes = {f"{kind}_scale_plane": getattr(own, f"{kind}_plane") for kind in ("key", "value")}  # of any bytes
+    rope_store_kv(dataclasses.replace(own, **planes))
+
     seen.clear()
     case = rope_case(16, (32, 8, 8), (128, 128, 128), rows=(BF16,) * 3, planes=(BF16, BF16), page_size=16)
     for layer in range(3):
