@@ -230,7 +230,9 @@ class TestText(expecttest.TestCase):
         kinds = ["sliding_attention", "full_attention"]
         self.path.write_text(json.dumps({**SMOLLM2, "num_hidden_layers": 2, "layer_types": kinds}))
         assert cli.main(["inspect", str(self.path), "--page-size", "32"]) == 0
-        self.assertExpectedInline(self.capsys.readouterr().out, """\
+        self.assertExpectedInline(
+            self.capsys.readouterr().out,
+            """\
 layers     2            num_hidden_layers
 kv_heads   3            num_key_value_heads
 head_dim   64           hidden_size 576 / num_attention_heads 9
@@ -248,4 +250,5 @@ page_major: a page of 32 tokens, 2 layers, 49152 B (1536 B a token)
 one token               1536 B (1.5 KiB) over all layers
 one page                49152 B (48 KiB)
 copies to move a page   4 layer-major, 1 page-major
-""")
+""",
+        )
