@@ -47,18 +47,9 @@ def _store_words(address, first, nbytes, x, WORD: tl.constexpr, WORD_BYTES: tl.c
 
 @triton.jit(do_not_specialize=["chunks"])
 def _gather_pages(
-    buffer,
-    rows,
-    pages,
-    chunks,
-    base: tl.int64,
-    page_stride: tl.int64,
-    page_bytes: tl.int64,
-    num_pages: tl.int64,
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    buffer, rows, pages, chunks, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64, num_pages: tl.int64,
+    WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     i = (tl.program_id(0) // chunks).to(tl.int64)
     first = (tl.program_id(0) % chunks).to(tl.int64) * BLOCK
     page = tl.load(pages + i).to(tl.int64)
@@ -69,18 +60,9 @@ def _gather_pages(
 
 @triton.jit(do_not_specialize=["chunks"])
 def _scatter_pages(
-    buffer,
-    rows,  # None: zeros
-    pages,
-    chunks,
-    base: tl.int64,
-    page_stride: tl.int64,
-    page_bytes: tl.int64,
-    num_pages: tl.int64,
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    buffer, rows, pages, chunks, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64, num_pages: tl.int64,
+    WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     i = (tl.program_id(0) // chunks).to(tl.int64)
     first = (tl.program_id(0) % chunks).to(tl.int64) * BLOCK
     page = tl.load(pages + i).to(tl.int64)
@@ -116,25 +98,10 @@ def _must_stage(target, i, src, staged, count, SCAN: tl.constexpr, SCAN_IDS: tl.
 
 @triton.jit(do_not_specialize=["count", "chunks", "parts"])
 def _copy_pages(
-    buffer,
-    rows,
-    src,
-    dst,
-    staged,
-    count,
-    chunks,
-    parts,
-    base: tl.int64,
-    page_stride: tl.int64,
-    page_bytes: tl.int64,
-    num_pages: tl.int64,
-    SECOND: tl.constexpr,
-    SCAN: tl.constexpr,
-    SCAN_IDS: tl.constexpr,
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    buffer, rows, src, dst, staged, count, chunks, parts, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64,
+    num_pages: tl.int64, SECOND: tl.constexpr, SCAN: tl.constexpr, SCAN_IDS: tl.constexpr, WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     for part in tl.range(tl.program_id(0), parts, tl.num_programs(0)):
         i = (part // chunks).to(tl.int64)
         first = (part % chunks).to(tl.int64) * BLOCK
@@ -179,29 +146,10 @@ def _copy_runs(source, at, target, to, nbytes, ALIGNED: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["count", "num_runs", "groups", "parts"])
 def _copy_slots(
-    buffer,
-    rows,
-    src,
-    dst,
-    staged,
-    runs,
-    count,
-    num_runs,
-    groups,
-    parts,
-    capacity: tl.int64,
-    base: tl.int64,
-    page_stride: tl.int64,
-    row_bytes: tl.int64,
-    SECOND: tl.constexpr,
-    SCAN: tl.constexpr,
-    SCAN_IDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ALL_RUNS: tl.constexpr,
-    RUNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    buffer, rows, src, dst, staged, runs, count, num_runs, groups, parts, capacity: tl.int64, base: tl.int64,
+    page_stride: tl.int64, row_bytes: tl.int64, SECOND: tl.constexpr, SCAN: tl.constexpr, SCAN_IDS: tl.constexpr,
+    ALIGNED: tl.constexpr, PAGE_SIZE: tl.constexpr, ALL_RUNS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """RUNS runs of one slot a program."""
     for part in tl.range(tl.program_id(0), parts, tl.num_programs(0)):
         i = (part // groups).to(tl.int64)
@@ -273,7 +221,7 @@ def zero_pages(a: ZeroPages) -> None:
     _scatter(a, None)
 
 
-def _staging(src: Tensor, dst: Tensor, limit: int) -> tuple[Tensor, bool]:
+def _find_staged(src: Tensor, dst: Tensor, limit: int) -> tuple[Tensor, bool]:
     """A flag a row, whether it must be staged; and whether the first launch is to find that itself by scanning `src`.
 
     A scan reads all ids from the caches, in each program; past `_SCAN_MOST` a table of `limit` flags costs less.
@@ -295,23 +243,12 @@ def copy_pages(a: CopyPages) -> None:
     chunks, words = _words(a, rows)
     parts = count * chunks
     with on_device(a.buffer):
-        staged, scan = _staging(src, dst, a.region[3])
+        staged, scan = _find_staged(src, dst, a.region[3])
         for second, programs in ((False, parts), (True, min(parts, _SCATTER_PROGRAMS))):
             _copy_pages[(programs,)](
-                a.buffer,
-                rows,
-                src,
-                dst,
-                staged,
-                count,
-                chunks,
-                parts,
-                *a.region,
-                SECOND=second,
-                SCAN=scan,
-                SCAN_IDS=_SCAN_IDS,
-                **words,
-            )
+                a.buffer, rows, src, dst, staged, count, chunks, parts, *a.region,
+                SECOND=second, SCAN=scan, SCAN_IDS=_SCAN_IDS, **words,
+            )  # fmt: skip
 
 
 def copy_slots(a: CopySlots) -> None:
@@ -331,30 +268,11 @@ def copy_slots(a: CopySlots) -> None:
     groups = triton.cdiv(num_runs, group)
     parts = count * groups
     with on_device(a.buffer):
-        staged, scan = _staging(src, dst, capacity)
+        staged, scan = _find_staged(src, dst, capacity)
         for second, programs in ((False, parts), (True, min(parts, _SCATTER_PROGRAMS))):
             _copy_slots[(programs,)](
-                a.buffer,
-                rows,
-                src,
-                dst,
-                staged,
-                runs,
-                count,
-                num_runs,
-                groups,
-                parts,
-                capacity,
-                base,
-                page_stride,
-                row_bytes,
-                SECOND=second,
-                SCAN=scan,
-                SCAN_IDS=_SCAN_IDS,
-                ALIGNED=a.buffer.data_ptr() % 16 == 0,
-                PAGE_SIZE=a.page_size,
-                ALL_RUNS=all_runs,
-                RUNS=group,
-                BLOCK=block,
-                num_warps=_WARPS,
-            )
+                a.buffer, rows, src, dst, staged, runs, count, num_runs, groups, parts,
+                capacity, base, page_stride, row_bytes,
+                SECOND=second, SCAN=scan, SCAN_IDS=_SCAN_IDS, ALIGNED=a.buffer.data_ptr() % 16 == 0,
+                PAGE_SIZE=a.page_size, ALL_RUNS=all_runs, RUNS=group, BLOCK=block, num_warps=_WARPS,
+            )  # fmt: skip
