@@ -26,7 +26,7 @@ def python(task: str) -> set[str]:
 def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
         "_store_kv", "_load_kv", "_attention", "_merge_splits", "_merge_attention",
-        "_gather_pages", "_scatter_pages", "_copy_pages", "_copy_slots",
+        "_gather_pages", "_scatter_pages", "_compare", "_copy_pages", "_copy_slots",
     }  # fmt: skip
 
 

@@ -105,11 +105,10 @@ def gather_then_scatter(rows: torch.Tensor, src: list[int], dst: list[int]) -> t
     return after, [j for _, j in pairs]
 
 
-@pytest.fixture(params=["one scan", "several scans", "a table"])
+@pytest.fixture(params=["compared", "looked up"])
 def small_parts(request, monkeypatch):
-    """A page in several programs, and each way to find the rows to stage; gives the flags of all calls."""
-    flags: list[tuple[torch.Tensor, bool]] = []
-
+    """A page in several programs, and both ways to find the rows to stage; gives the flags of all calls."""
+    flags: list[torch.Tensor] = []
     find_staged = pages_module._find_staged
 
     def kept(*args):
@@ -117,20 +116,18 @@ def small_parts(request, monkeypatch):
         return flags[-1]
 
     monkeypatch.setattr(pages_module, "_find_staged", kept)
-    monkeypatch.setattr(pages_module, "_BLOCK", 128)
-    monkeypatch.setattr(pages_module, "_SCATTER_PROGRAMS", 3)
-    if request.param != "one scan":
-        monkeypatch.setattr(pages_module, "_SCAN_IDS", 2)
-    if request.param == "a table":
-        monkeypatch.setattr(pages_module, "_SCAN_MOST", 0)
+    monkeypatch.setattr(pages_module, "_PAGE_BLOCK", 128)
+    monkeypatch.setattr(pages_module, "_SECOND_WARPS", 3 * pages_module._PAGE_WARPS)
+    if request.param == "looked up":
+        monkeypatch.setattr(pages_module, "_COMPARE_MOST", 0)
     return flags
 
 
-def check_flags(flags: list[tuple[torch.Tensor, bool]], src: list[int], dst: list[int], limit: int) -> None:
+def check_flags(flags: list[torch.Tensor], src: list[int], dst: list[int], limit: int) -> None:
     """Only rows whose target some row reads went through the workspace."""
     for k, (i, j) in enumerate(zip(src, dst, strict=True)):
         if 0 <= i < limit and 0 <= j < limit and i != j:
-            assert bool(flags[-1][0][k]) == (j in src)
+            assert bool(flags[-1][k]) == (j in src)
 
 
 @on_each_device
@@ -190,6 +187,16 @@ def test_copies_of_slots_stage_only_slots_whose_target_is_read(device, index, sm
         copy_slots(CopySlots(buffer, ids(device, src, index), ids(device, dst, index), run_list, 4, region))
         assert torch.equal(buffer.cpu(), expected), (src, dst)
         check_flags(small_parts, src, dst, 12)
+
+
+@on_each_device
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_targets_are_compared_with_every_source_of_a_long_list(device, index):
+    """700 rows: several programs, several blocks of sources, and rest of both."""
+    src, dst = torch.randint(-3, 2000, (2, 700), dtype=index)
+    src[699], dst[0] = 2001, 2001
+    staged = pages_module._find_staged(src.to(device), dst.to(device), 2000)
+    assert staged.tolist() == torch.isin(dst, src).to(torch.int8).tolist()
 
 
 @pytest.mark.gpu
