@@ -1,9 +1,10 @@
 """Page verbs and copy_slots: bytes moved within the pool, or between it and rows of their own.
 
-Overlapping copies equal reading everything before writing anything, in two launches. The first copies every row whose
-target no row reads straight to its place, where no read can miss the old bytes or meet the new ones; the others it
-stages in a workspace. The second, which starts when every read is done, moves the staged rows to their targets. All
-words are as wide as the geometry divides: 16 bytes as two int64 a thread, which the compiler joins, else 8, 4, 2 or 1.
+Overlapping copies equal reading everything before writing anything. A first launch writes straight to a target only if
+that is no row's source, so that no read of the launch, in whatever order, meets a byte written by it; the other rows it
+stages in a workspace. A second launch, which begins when every read is done, moves the staged rows to their targets.
+All words are as wide as the geometry divides: 16 bytes as two int64 a thread, which the compiler joins, else 8, 4, 2 or
+1.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
     PageVerb = CopyPages | GatherPages | ScatterPages | ZeroPages
 
 _WORD = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-_PAGE_BLOCK, _PAGE_WARPS = 32768, 8  # bytes of a page that a program moves: eight 16-byte words a thread at once
+# Block sizes as measured on an H200.
+_PAGE_WORDS, _WARP_WORDS = 8192, 512  # of a page that a program and a warp move: eight pairs of words a thread at once
 _RUN_BLOCK, _RUN_WARPS = 2048, 1  # bytes of a slot's run that a program moves at a time
-_SECOND_WARPS = 4096  # of a copy's second launch, which mostly finds nothing to do
+_SECOND_WARPS = 2048  # of a copy's second launch, which mostly finds nothing to do
 _COMPARE_MOST = 4096  # ids up to which each target is compared with every source; more are looked up in a table
+_FLAGS = tl.constexpr(1024)  # rows' flags that are looked at together; their number is padded to a multiple
 
 
 @triton.jit
@@ -77,12 +80,12 @@ def _scatter_pages(
 def _compare(src, dst, staged, count, ROWS: tl.constexpr, IDS: tl.constexpr):
     """Whether each of ROWS targets is the source of a row."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    target = tl.load(dst + i, mask=i < count)
+    target = tl.load(dst + tl.minimum(i, count - 1))
     hits = tl.zeros([ROWS, IDS], tl.int1)
     for start in tl.range(0, count, IDS):
         j = tl.minimum(start + tl.arange(0, IDS), count - 1)
         hits = hits | (target[:, None] == tl.load(src + j)[None, :])
-    tl.store(staged + i, tl.max(hits.to(tl.int8), 1), mask=i < count)
+    tl.store(staged + i, tl.where(i < count, tl.max(hits.to(tl.int8), 1), 0))
 
 
 @triton.jit
@@ -94,13 +97,12 @@ def _pair(src, dst, i, limit):
 
 
 @triton.jit
-def _parts(staged, count, parts, SECOND: tl.constexpr, IDS: tl.constexpr):
-    """The last part that this program has to look at: none in the second launch, where no row is staged."""
+def _parts(staged, count, parts, SECOND: tl.constexpr):
+    """How many parts there are to look at: none in the second launch, where no row is staged."""
     if SECOND:
-        found = tl.zeros([IDS], tl.int8)
-        for start in tl.range(0, count, IDS):
-            i = start + tl.arange(0, IDS)
-            found = found | tl.load(staged + i, mask=i < count, other=0)
+        found = tl.zeros([_FLAGS], tl.int8)
+        for start in tl.range(0, count, _FLAGS):
+            found = found | tl.load(staged + start + tl.arange(0, _FLAGS))
         parts = tl.where(tl.max(found, 0) != 0, parts, 0)
     return parts
 
@@ -110,7 +112,7 @@ def _copy_pages(
     buffer, rows, src, dst, staged, count, chunks, parts, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64,
     num_pages: tl.int64, SECOND: tl.constexpr, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND, 1024), tl.num_programs(0)):
+    for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND), tl.num_programs(0)):
         i = (part // chunks).to(tl.int64)
         first = (part % chunks).to(tl.int64) * BLOCK
         source, target, copied = _pair(src, dst, i, num_pages)
@@ -156,7 +158,7 @@ def _copy_slots(
     page_stride: tl.int64, row_bytes: tl.int64, SECOND: tl.constexpr, ALIGNED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RUNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND, 1024), tl.num_programs(0)):
+    for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND), tl.num_programs(0)):
         i = (part // num_runs).to(tl.int64)
         r = part % num_runs
         source, target, copied = _pair(src, dst, i, capacity)
@@ -185,9 +187,10 @@ def _words(a: PageVerb, rows: Tensor | None) -> tuple[int, dict[str, object]]:
     """Programs a page, and the launch's constants: the widest word that divides every address."""
     base, page_stride, page_bytes, _ = a.region
     width = math.gcd(base, page_stride, page_bytes, a.buffer.data_ptr(), rows.data_ptr() if rows is not None else 0, 8)
-    block = min(_PAGE_BLOCK, triton.next_power_of_2(page_bytes)) // width
-    words = {"WORD": _WORD[width], "WORD_BYTES": width, "BLOCK": block, "num_warps": _PAGE_WARPS}
-    return triton.cdiv(page_bytes // width, block), words
+    count = page_bytes // width
+    block = min(_PAGE_WORDS, triton.next_power_of_2(count))
+    words = {"WORD": _WORD[width], "WORD_BYTES": width, "BLOCK": block, "num_warps": max(block // _WARP_WORDS, 1)}
+    return triton.cdiv(count, block), words
 
 
 def gather_pages(a: GatherPages) -> Tensor:
@@ -219,13 +222,15 @@ def zero_pages(a: ZeroPages) -> None:
 
 
 def _find_staged(src: Tensor, dst: Tensor, limit: int) -> Tensor:
-    """A flag a row: its target is read. `limit` is the number of pages or slots."""
-    if src.shape[0] > _COMPARE_MOST:
+    """A flag a row, and zeros up to a multiple of `_FLAGS`: its target is read. `limit`: pages or slots of the pool."""
+    count = src.shape[0]
+    padded = triton.cdiv(count, _FLAGS.value) * _FLAGS.value
+    if count > _COMPARE_MOST:
         read = torch.zeros(limit + 2, dtype=torch.int8, device=src.device)  # ids out of range share its ends
         read.index_fill_(0, src.long().clamp(-1, limit) + 1, 1)
-        return read[dst.long().clamp(-1, limit) + 1]
-    staged = torch.empty_like(src, dtype=torch.int8)
-    _compare[(triton.cdiv(src.shape[0], 32),)](src, dst, staged, src.shape[0], ROWS=32, IDS=256)
+        return torch.nn.functional.pad(read[dst.long().clamp(-1, limit) + 1], (0, padded - count))
+    staged = torch.empty(padded, dtype=torch.int8, device=src.device)
+    _compare[(padded // 16,)](src, dst, staged, count, ROWS=16, IDS=512, num_warps=8)
     return staged
 
 
@@ -241,7 +246,7 @@ def copy_pages(a: CopyPages) -> None:
     with on_device(a.buffer):
         staged = _find_staged(src, dst, a.region[3])
         for second in (False, True)[:count]:  # a row alone is never staged
-            programs = min(parts, _SECOND_WARPS // _PAGE_WARPS) if second else parts
+            programs = min(parts, _SECOND_WARPS * _WARP_WORDS // _PAGE_WORDS) if second else parts
             _copy_pages[(programs,)](
                 a.buffer, rows, src, dst, staged, count, chunks, parts, *a.region, SECOND=second, **words
             )

@@ -116,8 +116,9 @@ def small_parts(request, monkeypatch):
         return flags[-1]
 
     monkeypatch.setattr(pages_module, "_find_staged", kept)
-    monkeypatch.setattr(pages_module, "_PAGE_BLOCK", 128)
-    monkeypatch.setattr(pages_module, "_SECOND_WARPS", 3 * pages_module._PAGE_WARPS)
+    monkeypatch.setattr(pages_module, "_PAGE_WORDS", 16)
+    monkeypatch.setattr(pages_module, "_WARP_WORDS", 16)
+    monkeypatch.setattr(pages_module, "_SECOND_WARPS", 3)
     if request.param == "looked up":
         monkeypatch.setattr(pages_module, "_COMPARE_MOST", 0)
     return flags
@@ -191,12 +192,17 @@ def test_copies_of_slots_stage_only_slots_whose_target_is_read(device, index, sm
 
 @on_each_device
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_targets_are_compared_with_every_source_of_a_long_list(device, index):
-    """700 rows: several programs, several blocks of sources, and rest of both."""
-    src, dst = torch.randint(-3, 2000, (2, 700), dtype=index)
-    src[699], dst[0] = 2001, 2001
-    staged = pages_module._find_staged(src.to(device), dst.to(device), 2000)
-    assert staged.tolist() == torch.isin(dst, src).to(torch.int8).tolist()
+def test_targets_are_compared_with_every_source_of_a_long_list(device, index, monkeypatch):
+    """1100 rows: several blocks of sources and of flags, the last ones not full, which padding must not count in."""
+    src, dst = torch.randint(-3, 3000, (2, 1100), dtype=index)
+    dst[0] = src[1099] = 3001  # no block but the last has it
+    dst[1099] = src[1099]
+    for most in (4096, 0):  # compared, and looked up in a table, where ids that do not exist need no flag
+        monkeypatch.setattr(pages_module, "_COMPARE_MOST", most)
+        staged = pages_module._find_staged(src.to(device), dst.to(device), 3000).cpu()
+        exists = (dst >= 0) & (dst < 3000 if not most else dst < 3002)
+        assert torch.equal(staged[:1100].bool()[exists], torch.isin(dst, src)[exists])
+        assert staged.shape == (2048,) and not staged[1100:].any()
 
 
 @pytest.mark.gpu
