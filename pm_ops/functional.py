@@ -7,9 +7,13 @@ compiled code give scales as device tensors: each float is a graph of its own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .ops.attention import Attention, choose
 from .pool import PagePool, PoolPlane
 
 Scale = float | Tensor
@@ -168,7 +172,7 @@ def attention(
         key_scale, value_scale: as in :func:`store_kv`.
         max_query_len: 0, or an upper bound of one sequence's query tokens, a hint.
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
-        impl: ``"auto"``, ``"triton"`` or ``"reference"``.
+        impl: ``"auto"``, ``"triton"``, ``"fa3"`` or ``"reference"``; :func:`attention_impl` tells what auto takes.
 
     Returns ``out [Tq, Hq, Dv]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf. Each argument's exact
     meaning, and what may influence a row, is in :class:`pm_ops.ops.attention.Attention`.
@@ -209,6 +213,27 @@ def attention(
         impl,
     )
     return (out, lse) if return_lse else out
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the arguments of a call of the attention operator, and makes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.pm_ops.attention.default:
+            return func(*args, **kwargs or {})
+        self.call = Attention(*args, **kwargs or {})
+        return args[1], args[1]
+
+
+def attention_impl(*args: Any, **kwargs: Any) -> str:
+    """What ``impl="auto"`` takes for this call of :func:`attention`, and why, as in ``"triton: a sequence has ..."``.
+
+    Same arguments and errors as :func:`attention`, which is not computed.
+    """
+    with _Recorder() as recorder:
+        attention(*args, **kwargs)
+    recorder.call.check()
+    return ": ".join(choose(recorder.call))
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

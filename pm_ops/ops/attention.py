@@ -26,7 +26,9 @@ from ._common import (
     scale_value,
 )
 
-IMPLEMENTATIONS = ("auto", "triton", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "fa3", "reference")
+FA3_QUERIES = 16
+"""``impl="auto"`` takes FlashAttention 3 for more queries of a sequence than these, where it is able."""
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,10 +57,13 @@ class Attention:
             strides, ``Lq`` being the most query tokens of one sequence; row ``i`` is the ``i``-th query of its own
             sequence, column ``j`` its key ``j``. Keys past ``S`` are hidden.
         key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device.
-        max_query_len: 0 or an upper bound of the query tokens of one sequence: a hint for choosing a kernel.
+        max_query_len: 0 or an upper bound of the query tokens of one sequence: a hint for choosing a kernel. It must
+            hold: FlashAttention 3 leaves queries past it out.
         return_lse: also return the log-sum-exp of every query row.
-        impl: ``"triton"``, ``"reference"`` (plain torch; synchronises on CUDA) or ``"auto"``: triton on CUDA,
-            reference on CPU.
+        impl: ``"triton"``; ``"fa3"``, FlashAttention 3 where it is installed (refused with the reason where it is
+            missing or lacks what the call needs, see ``pm_ops.kernels.fa3``); ``"reference"`` (plain torch;
+            synchronises on CUDA); or ``"auto"``: reference on CPU; on CUDA fa3 if it is able and a sequence has more
+            than ``FA3_QUERIES`` queries (``max_query_len``, else ``Tq / B``), else triton. :func:`choose` tells which.
 
     Returns ``out [Tq, Hq, value_dim]`` of the query's dtype and ``lse [Tq, Hq]`` float32, natural log, sinks included
     (``[0]`` if not asked for). A row that sees no key gives 0 and -inf (with sinks: the sink). Bytes of slots that no
@@ -138,8 +143,10 @@ class Attention:
         )
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl={self.impl!r} is unknown; supported: {', '.join(IMPLEMENTATIONS)}")
-        if self.impl == "triton" and device.type == "cpu":
-            raise ValueError("impl='triton' needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'")
+        if self.impl in ("triton", "fa3") and device.type == "cpu":
+            raise ValueError(
+                f"impl={self.impl!r} needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'"
+            )
         self._check_per_head("sinks", self.sinks, heads, device)
         self._check_per_head("alibi_slopes", self.alibi_slopes, heads, device)
         if self.bias is not None:
@@ -201,6 +208,11 @@ class Attention:
                     f"{self.query.shape[0]} query rows"
                 ),
             )
+            if self.max_query_len:
+                require_values(
+                    queries <= self.max_query_len,
+                    lambda: f"max_query_len={self.max_query_len}, but a sequence has {int(queries.max())} query tokens",
+                )
             if self.bias is not None and self.bias.shape[2] != 1:
                 most = self.bias.shape[2]
                 require_values(queries <= most, lambda: self._bias_too_short(int(queries.max())))
@@ -287,11 +299,31 @@ def _biased(bias: Tensor, logits: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     return logits + bias, visible & (bias != -torch.inf)
 
 
-_attention_triton = kernel("attention.attention")
+_IMPLEMENTATIONS = {
+    "triton": kernel("attention.attention"),
+    "fa3": kernel("fa3.attention"),
+    "reference": attention_reference,
+}
+_fa3_reason = kernel("fa3.reason")
+
+
+def choose(a: Attention) -> tuple[str, str]:
+    """What ``impl="auto"`` takes for this call, and why. It follows from shapes, dtypes and the machine."""
+    if a.query.device.type == "cpu":
+        return "reference", "the tensors are on the CPU"
+    queries = -(-a.query.shape[0] // max(a.seq_lens.shape[0], 1))
+    if a.query_start is not None and a.max_query_len:
+        queries = a.max_query_len
+    if queries <= FA3_QUERIES:
+        return "triton", f"a sequence has {queries} queries, not more than {FA3_QUERIES}"
+    reason = _fa3_reason(a)
+    if reason is not None:
+        return "triton", f"FlashAttention 3 cannot make this call: {reason}"
+    return "fa3", f"a sequence has {queries} queries, more than {FA3_QUERIES}"
 
 
 def _attention_cuda(a: Attention) -> tuple[Tensor, Tensor]:
-    return attention_reference(a) if a.impl == "reference" else _attention_triton(a)
+    return _IMPLEMENTATIONS[choose(a)[0] if a.impl == "auto" else a.impl](a)
 
 
 def _attention_fake(a: Attention) -> tuple[Tensor, Tensor]:

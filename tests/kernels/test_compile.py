@@ -26,7 +26,7 @@ def python(task: str) -> set[str]:
 def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
         "_store_kv", "_load_kv", "_attention", "_merge_splits", "_merge_attention",
-        "_gather_pages", "_scatter_pages", "_compare", "_copy_pages", "_copy_slots",
+        "_zero_padding", "_gather_pages", "_scatter_pages", "_compare", "_copy_pages", "_copy_slots",
     }  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def launch_every_kernel() -> None:
 
     from pm_ops.kernels.attention import attention
     from pm_ops.kernels.merge import merge_attention
+    from pm_ops.kernels.padding import zero_padding
     from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, zero_pages
     from pm_ops.kernels.store import load_kv, store_kv
     from pm_ops.ops.merge import MergeAttention
@@ -88,6 +89,7 @@ def launch_every_kernel() -> None:
         load_kv(LoadKV(pool.buffer, slots, planes[0], 4, 2, 20, dtype))
         load_kv(LoadKV(pool.buffer, slots, planes[0], 4, 2, 20, dtype, out_dtype=bf16, scale_tensor=torch.ones(1)))
     merge_attention(MergeAttention(rows, rows[..., 0].float(), rows, rows[..., 0].float()))
+    zero_padding(rows, slots[:3].int())
     gather_pages(GatherPages(pool.buffer, slots[:2], pool.region))
     zero_pages(ZeroPages(pool.buffer, slots[:2].int(), pool.region))
     copy_pages(CopyPages(pool.buffer, slots[:2], slots[:2].flip(0), pool.region))

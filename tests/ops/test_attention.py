@@ -103,6 +103,11 @@ REFUSED = {
     "a plane without pages": (lambda c: {"value_plane": [*c.value_plane[:4], 0]}, "does not hold pages"),
     "heads that overlap": (lambda c: {"query": torch.zeros(2, 4, 36)}, "heads must not overlap"),
     "triton on the CPU": (lambda c: {"impl": "triton"}, "needs CUDA tensors"),
+    "FlashAttention 3 on the CPU": (lambda c: {"impl": "fa3"}, "impl='fa3' needs CUDA tensors"),
+    "more queries than the longest": (
+        lambda c: {"query_start": torch.tensor([0, 0, 2]), "max_query_len": 1},
+        "max_query_len=1, but a sequence has 2",
+    ),
     "a scale twice": (lambda c: {"key_scale": 2.0, "key_scale_tensor": torch.tensor(2.0)}, "both given"),
     "a float64 scale": (lambda c: {"key_scale_tensor": torch.tensor(2.0, dtype=torch.float64)}, "one float32 element"),
     "a query elsewhere": (lambda c: {"query": torch.zeros(2, 4, 32, device="meta")}, "query is on meta"),
@@ -119,7 +124,7 @@ REFUSED = {
     "a negative window": (lambda c: {"window": -1}, "window=-1"),
     "a negative cap": (lambda c: {"softcap": -1.0}, "softcap=-1.0"),
     "a zero scale": (lambda c: {"key_scale": 0.0}, "key_scale=0.0"),
-    "an unknown implementation": (lambda c: {"impl": "fast"}, "supported: auto, triton, reference"),
+    "an unknown implementation": (lambda c: {"impl": "fast"}, "supported: auto, triton, fa3, reference"),
     "int8 planes": (lambda c: {"key_dtype": torch.int8}, "int8 is not supported"),
     "dims the plane has not": (lambda c: {"value_dim": 4096}, "last element ends at byte"),
 }
