@@ -7,11 +7,15 @@ compiled code give scales as device tensors: each float is a graph of its own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .explain import explained
 from .layout import counted
+from .ops.attention import Attention, choose
 from .pool import PagePool
 
 Scale = float | Tensor
@@ -192,7 +196,7 @@ def attention(
         max_seq_len: 0, or about the most keys of one sequence, a hint for tables that are much wider.
         batch_invariant: make a row's bits independent of what else is in the call (CUDA; slower).
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
-        impl: ``"auto"``, ``"triton"`` or ``"reference"``.
+        impl: ``"auto"``, ``"triton"``, ``"fa3"`` or ``"reference"``; :func:`attention_impl` tells what auto takes.
 
     Returns ``out [Tq, Hq, Dv]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf. Each argument's exact
     meaning, and what may influence a row, is in :class:`pm_ops.ops.attention.Attention`.
@@ -238,6 +242,27 @@ def attention(
         max_seq_len,
     )
     return (out, lse) if return_lse else out
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the arguments of a call of the attention operator, and makes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.pm_ops.attention.default:
+            return func(*args, **kwargs or {})
+        self.call = Attention(*args, **kwargs or {})
+        return args[1], args[1]
+
+
+def attention_impl(*args: Any, **kwargs: Any) -> str:
+    """What ``impl="auto"`` takes for this call of :func:`attention`, and why, as in ``"triton: a sequence has ..."``.
+
+    Same arguments and errors as :func:`attention`, which is not computed.
+    """
+    with _Recorder() as recorder:
+        attention(*args, **kwargs)
+    recorder.call.check()
+    return ": ".join(choose(recorder.call))
 
 
 @explained
