@@ -111,14 +111,15 @@ def telling(backend: PageMajorBackend, say: Callable[[str], None]) -> Callable[.
     compile_inner = backend._compile_inner
 
     def inner(gm: Any, *args: Any) -> Any:
-        say(f"    rewritten onto pages: {counted(len(gm.graph.nodes), 'operation')} left for Inductor")
-        return compile_inner(gm, *args)
+        say(f"    rewritten onto pages: {counted(len(gm.graph.nodes), 'operation')}")
+        compiled = compile_inner(gm, *args)
+        if backend.inner == "inductor":
+            say("    compiled by Inductor")
+        return compiled
 
     def outer(gm: Any, inputs: Any, **options: Any) -> Any:
         say(f"    traced by Dynamo: {counted(len(gm.graph.nodes), 'operation')}")
         with mock.patch.object(backend, "_compile_inner", inner):
-            compiled = backend(gm, inputs, **options)
-        say("    compiled by Inductor")
-        return compiled
+            return backend(gm, inputs, **options)
 
     return outer

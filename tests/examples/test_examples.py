@@ -93,12 +93,12 @@ def test_the_quickstart_ends_with_its_figures_as_json(tiny_model: Path) -> None:
     shown += ["2 graphs: 4 writes and 2 reads rewritten", "L1 value", "no padding", '{"model"']
     assert sorted(shown, key=out.index) == shown, "the result comes first, then how it came about"
     assert "site-packages" not in out
-    stages = ["graph for prompts", "traced by Dynamo", "rewritten onto pages", "compiled by Inductor"]
+    stages = ["graph for prompts", "traced by Dynamo", "rewritten onto pages"]
     stages += ["graph for a single token", "traced by Dynamo", "rewritten onto pages", "compiled by Inductor"]
     at = 0
     for stage in stages:
         at = told.index(stage, at)
-    assert told.count("compiled by Inductor") == 2, "all prompts go through one graph, all tokens through another"
+    assert told.count("traced by Dynamo") == 2, "all prompts go through one graph, all tokens through another"
 
 
 @pytest.mark.gpu
