@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
+
+from .internals import operator_name
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<code>.*)')
 _FACADE = os.path.join("compile_passes", "facade.py")  # compiled code passes through there; the caller is meant
@@ -29,10 +30,8 @@ def user_line(node: Node) -> str:
 
 def form_of(node: Node) -> str:
     """A node's operator, without namespace and overload."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target._schema.name.partition("::")[2]
-        return "scaled_dot_product_attention" if name == "sdpa" else name
-    return str(node.target)
+    name = operator_name(node.target)
+    return "scaled_dot_product_attention" if name == "sdpa" else name
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,25 @@ class Entry:
     """One thing that a graph does with a layer's planes.
 
     Args:
-        layer, kinds: which planes; an attention reads two at once.
+        planes: which ``(layer, kind)``; an attention reads two at once.
         action: ``"write"``, ``"read"`` or ``"materialize"``.
         form: the operation found, for example ``aten.index_copy_``.
         line: the user's line.
         became: the operator that it became.
     """
 
-    layer: int
-    kinds: tuple[str, ...]
+    planes: tuple[tuple[int, str], ...]
     action: str
     form: str
     line: str
     became: str
+
+    @property
+    def where(self) -> str:
+        """The planes in short: ``L0 key+value``, or ``L0 key+L1 value`` where they are of different layers."""
+        names = [f"L{layer} {kind}" for layer, kind in self.planes]
+        layers = {layer for layer, _ in self.planes}
+        return "+".join(names if len(layers) > 1 else [names[0], *(kind for _, kind in self.planes[1:])])
 
 
 @dataclass
@@ -82,29 +87,27 @@ class RewriteReport:
     @property
     def writes_rewritten(self) -> int:
         """Planes whose writes go to pages."""
-        return len({(e.layer, kind) for e in self.entries if e.action == "write" for kind in e.kinds})
+        return len({plane for e in self.entries if e.action == "write" for plane in e.planes})
 
     @property
     def reads_rewritten(self) -> int:
         """Reads that go to pages: an attention over a layer's K and V counts once, a gather once a plane."""
-        return len({(e.layer, e.kinds) for e in self.entries if e.action == "read"})
+        return len({e.planes for e in self.entries if e.action == "read"})
 
     @property
     def materialized(self) -> int:
         """Planes that are copied out of the pages on every call, because a read of them asked for a dense tensor."""
-        return len({(e.layer, kind) for e in self.entries if e.action == "materialize" for kind in e.kinds})
+        return len({plane for e in self.entries if e.action == "materialize" for plane in e.planes})
 
     def untouched(self, action: str) -> list[tuple[int, str]]:
         """Bound planes that no compiled graph has written (``"write"``) or read (``"read"``) so far."""
         reads = ("read", "materialize")
         actions = reads if action == "read" else (action,)
-        seen = {(e.layer, kind) for e in self.entries if e.action in actions for kind in e.kinds}
+        seen = {plane for e in self.entries if e.action in actions for plane in e.planes}
         return [plane for plane in self.planes if plane not in seen]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            (f"L{e.layer} {'+'.join(e.kinds)}", e.action, e.form, e.became, e.line) for e in self.entries
-        ]
+        rows: list[tuple[str, ...]] = [(e.where, e.action, e.form, e.became, e.line) for e in self.entries]
         rows = [("plane", "does", "form found", "became", "line"), *_cut(rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]) for r in rows)
@@ -115,6 +118,8 @@ class RewriteReport:
             f"{self.graphs} graphs: {self.writes_rewritten} writes and {self.reads_rewritten} reads rewritten, "
             f"{self.materialized} materialized; {self.bytes_released} bytes of layer-major cache released"
         ]
+        if not self.entries:
+            lines.append("nothing was rewritten: no graph compiled so far writes or reads a bound cache")
         for action in ("write", "read"):
             missing = self.untouched(action)
             if missing:
