@@ -15,7 +15,7 @@ from .cells import Cells
 from .coverage import Cover, check_covered, owners, sharing
 from .facade import Facade, make_facade, refuse_to_load
 from .forms import CachePlane, form_of
-from .internals import empty_storage, give_storage, storage_key, without_facades
+from .internals import empty_storage, give_storage, storage_key
 from .report import RewriteReport
 
 
@@ -58,7 +58,7 @@ class Binding:
         for s in self._stored:
             for tensor, _ in s.classes:
                 cover = lambda view, s=s: Cover(view, s.planes, s.nbytes, self.cells)  # noqa: E731
-                make_facade(tensor, cover(tensor).label, cover)
+                make_facade(tensor, cover(tensor).label, cover, torch.empty(0, device=pool.device))
             empty_storage(
                 s.tensor, f"{s.planes[0].label} lives in pages and has no data of its own; call binding.release() first"
             )
@@ -100,8 +100,7 @@ class Binding:
             for plane in s.planes:
                 self.cells(plane).drain(storage)
             for tensor, before in s.classes:
-                with without_facades():
-                    give_storage(tensor, storage)
+                give_storage(tensor, storage)
                 tensor.__class__ = before
         for hook in self._hooks:
             hook.remove()

@@ -27,6 +27,7 @@ _METADATA = frozenset(
 )
 _DATA_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 _VIEWS = frozenset(("__getitem__", "select", "narrow"))
+_PLACES = frozenset(("device", "is_cuda", "is_cpu", "is_meta", "get_device"))
 
 
 class Facade(torch.Tensor):
@@ -38,6 +39,7 @@ class Facade(torch.Tensor):
 
     label: str = ""
     cover: Callable[[Tensor], Cover]
+    place: Tensor  # an empty one on the cache's device: views that eager code makes are on the meta device
     __dlpack_c_exchange_api__ = None  # it would be asked past __torch_function__
 
     @classmethod
@@ -66,11 +68,14 @@ def _eager(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if name in _VIEWS and isinstance(args[0], Facade) and not any(map(_by_value, (*args[1:], *kwargs.values()))):
         return _view(func, args, kwargs)
     if name == "__get__":
-        allowed = getattr(getattr(func, "__self__", None), "__name__", "") not in _DATA_PROPERTIES
+        name = _property(func)
+        allowed = name not in _DATA_PROPERTIES
     else:
         allowed = name in _METADATA
     if not allowed:
         _refuse(func, args, kwargs)
+    if name in _PLACES:
+        return func(type(args[0]).place)
     with without_facades():
         return func(*args, **kwargs)
 
@@ -89,15 +94,20 @@ def _view(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         )
         whole = torch.empty(end, dtype=facade.dtype, device="meta")
         part = func(whole.as_strided(facade.shape, facade.stride(), facade.storage_offset()), *rest, **kwargs)
-    cover = type(facade).cover
-    make_facade(part, f"a view of {cover(part).label}", cover)
+    kind = type(facade)
+    make_facade(part, f"a view of {kind.cover(part).label}", kind.cover, kind.place)
     return part
+
+
+def _property(accessor: Any) -> str:
+    """The name of the property whose getter or setter this is."""
+    return getattr(getattr(accessor, "__self__", None), "__name__", "")
 
 
 def _refuse(func: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
+        name = _property(func)
     given = [a for arg in (*args, *kwargs.values()) for a in (arg if isinstance(arg, list | tuple) else [arg])]
     label = next((a.label for a in given if isinstance(a, Facade)), "a bound cache")
     raise RuntimeError(
@@ -108,12 +118,12 @@ def _refuse(func: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
     )
 
 
-def make_facade(tensor: Tensor, label: str, cover: Callable[[Tensor], Cover]) -> None:
+def make_facade(tensor: Tensor, label: str, cover: Callable[[Tensor], Cover], place: Tensor) -> None:
     """Turn a tensor object into a facade, in place. Its storage is the caller's to empty.
 
-    ``cover`` is asked what the tensor, or a view of it that eager code makes, is of.
+    ``cover`` is asked what the tensor, or a view of it that eager code makes, is of; ``place`` is on its device.
     """
-    tensor.__class__ = type("Facade", (Facade,), {"label": label, "cover": staticmethod(cover)})
+    tensor.__class__ = type("Facade", (Facade,), {"label": label, "cover": staticmethod(cover), "place": place})
     mark_static(tensor)
 
 

@@ -131,7 +131,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def empty_storage(tensor: Tensor, message: str) -> None:
     """Give a storage's memory back for good. Code that asks for its address from then on gets an error.
 
-    The message is the error's in builds of torch with CUDA; others have one of their own, for writers alone.
+    Only builds of torch with CUDA can do that; the others refuse an address to writers, with a message of their own.
     """
     with without_facades():
         storage = tensor.untyped_storage()
@@ -144,9 +144,10 @@ def empty_storage(tensor: Tensor, message: str) -> None:
 
 
 def give_storage(tensor: Tensor, storage: torch.UntypedStorage) -> None:
-    """Let a tensor lie in another storage of the same size."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    """Let a tensor lie in another storage of the same size; ``set_`` would ask for the address of the one it leaves."""
+    with without_facades(), torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+        tensor.data = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def value_at_hand(x: Any) -> int | None:

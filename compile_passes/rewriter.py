@@ -16,7 +16,7 @@ from .forms import CachePlane
 from .internals import asks_metadata, is_mutable, is_view, storage_key, written
 from .page_ops import PageOps
 from .regions import Region, locate
-from .report import RewriteError, user_line
+from .report import RewriteError, form_of, user_line
 from .rules import READS, WRITES
 from .sdpa import rewrite_sdpa
 from .selections import Selection, select
@@ -148,7 +148,7 @@ class Rewriter(Interpreter):
             raise RewriteError(f"{n.target} may write to a bound cache, and has no exact counterpart on pages")
         if not self._materialize:
             raise RewriteError(
-                f"{n.target} reads a bound cache: {reason}. Supported are gathers by slot (indexing, index_select, "
+                f"{form_of(n)} reads a bound cache: {reason}. Supported are gathers by slot (indexing, index_select, "
                 "gather), scaled_dot_product_attention, and registered engine operators; "
                 'on_unsupported_read="materialize" copies the cache out of its pages on every call instead'
             )

@@ -65,6 +65,24 @@ def test_a_stacked_cache_is_bound_by_its_views_and_every_object_over_it_becomes_
     assert torch.equal(kept, before[1])
 
 
+def test_caches_made_in_inference_mode_are_given_back_too() -> None:
+    with torch.inference_mode():
+        stack = torch.randn(2, LAYERS, 40, HEADS, DIM)
+        kept = stack[0, 1]
+    before = stack.clone()
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            binding = bind(make_pool(), keys=stack[0], values=stack[1])
+            assert type(kept).__name__ == "Facade"
+            binding.release()
+        assert torch.equal(stack, before)
+        assert kept.is_inference()
+        with torch.inference_mode():
+            stack.add_(1)
+            before.add_(1)
+        assert torch.equal(kept, before[0, 1])
+
+
 def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
     kv = [torch.randn(40, 2, HEADS, DIM) for _ in range(LAYERS)]
     before = copy.deepcopy(kv)

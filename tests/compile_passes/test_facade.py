@@ -53,6 +53,12 @@ def test_a_facade_answers_metadata_and_refuses_data() -> None:
     assert (k.shape, k.stride(), k.dtype, k.device.type) == ((40, HEADS, DIM), (16, 8, 1), torch.float32, "cpu")
     assert (len(k), k.numel(), k.ndim, k.is_contiguous(), k.requires_grad) == (40, 640, 3, True, False)
     assert "layer 1 key" in repr(k)
+    view = k[3, None, :, ::2]
+    assert (view.shape, view.stride(), view.storage_offset()) == ((1, HEADS, DIM // 2), (16, 8, 2), 48)
+    assert (view.dtype, view.device, view.is_meta, view.get_device()) == (k.dtype, k.device, False, -1)
+    assert "a view of layer 1 key" in repr(view)
+    with pytest.raises(IndexError):
+        k[40]
 
 
 DATA: dict[str, Callable[[Any], Any]] = {
@@ -105,6 +111,28 @@ def test_a_capsule_of_a_bound_cache_is_not_made() -> None:
     bind(make_pool(), keys=keys, values=values)
     with pytest.raises(RuntimeError, match=r"binding\.release\(\)|Cannot access data pointer"):
         torch.utils.dlpack.to_dlpack(keys[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_address_of_a_bound_cache_is_given_out(device: str) -> None:
+    """These ask no tensor subclass either. Builds of torch without CUDA cannot refuse an address to readers."""
+    keys, values = ([t.to(device) for t in caches(40, HEADS, DIM)] for _ in "kv")
+    before = [t.clone() for t in (*keys, *values)]
+    pool = PagePool(page_major(LAYERS, HEADS, DIM, PAGE, torch.float32), 10, device=device)
+    binding = bind(pool, keys=keys, values=values)
+    for touch in (
+        torch.tensor,
+        lambda k: torch.asarray(k, copy=True),
+        lambda k: torch.as_tensor(k, dtype=torch.float64),
+        lambda k: torch.utils.dlpack.to_dlpack(k),
+        lambda k: torch.func.vmap(lambda x: x + 1)(k),
+    ):
+        with pytest.raises(RuntimeError, match=r"layer 1 key lives in pages[\s\S]*binding\.release\(\)"):
+            touch(keys[1])
+    binding.release()
+    for got, want in zip((*keys, *values), before, strict=True):
+        assert torch.equal(got, want)
 
 
 MODULE: dict[str, Callable[[Any], Any]] = {
