@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,8 @@ class Binding:
             for module, names in owners(t for _, t in self._where.values())
         ]
         for s in self._stored:
+            cover = functools.partial(Cover, planes=s.planes, nbytes=s.nbytes, cells=self.cells)
             for tensor, _ in s.classes:
-                cover = lambda view, s=s: Cover(view, s.planes, s.nbytes, self.cells)  # noqa: E731
                 make_facade(tensor, cover(tensor).label, cover, torch.empty(0, device=pool.device))
             empty_storage(
                 s.tensor, f"{s.planes[0].label} lives in pages and has no data of its own; call binding.release() first"

@@ -89,11 +89,10 @@ def _view(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
     """A facade of a part, on the meta device: it has a place among the planes, and can be zeroed."""
     facade, *rest = args
     with without_facades():
-        end = (
-            1 + facade.storage_offset() + sum((n - 1) * st for n, st in zip(facade.shape, facade.stride(), strict=True))
-        )
-        whole = torch.empty(end, dtype=facade.dtype, device="meta")
-        part = func(whole.as_strided(facade.shape, facade.stride(), facade.storage_offset()), *rest, **kwargs)
+        shape, strides, start = facade.shape, facade.stride(), facade.storage_offset()
+        end = start + 1 + sum((n - 1) * st for n, st in zip(shape, strides, strict=True))
+        whole = torch.empty(max(end, 0), dtype=facade.dtype, device="meta").as_strided(shape, strides, start)
+        part = func(whole, *rest, **kwargs)
     kind = type(facade)
     make_facade(part, f"a view of {kind.cover(part).label}", kind.cover, kind.place)
     return part

@@ -13,7 +13,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch._dynamo.backends.registry import lookup_backend, register_backend
+from torch._dynamo.backends.registry import lookup_backend as lookup_backend
+from torch._dynamo.backends.registry import register_backend as register_backend
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
@@ -21,9 +22,8 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, guard_or_false
-
-__all__ = ["guard_or_false", "lookup_backend", "register_backend"]
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
 
 DataDependent = GuardOnDataDependentSymNode
 without_facades = torch._C.DisableTorchFunctionSubclass
