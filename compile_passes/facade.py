@@ -112,8 +112,9 @@ def _refuse(func: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
     raise RuntimeError(
         f"eager code calls {name!r} on {label}, which lives in pages and has no data of its own. Run it inside the "
         "compiled model, read it with pm_ops.load_kv or PagePool.view, or call binding.release() first. Inside "
-        "torch.compile this means that the graph broke here, or that Dynamo gave up at its recompile limit: look for "
-        "the reason with TORCH_LOGS=graph_breaks,recompiles"
+        "torch.compile this means that the graph broke here (TORCH_LOGS=graph_breaks says why), or that Dynamo gave up "
+        "on the function at its recompile limit (TORCH_LOGS=recompiles): compile the whole model at once, or raise "
+        "torch._dynamo.config.recompile_limit and accumulated_recompile_limit"
     )
 
 

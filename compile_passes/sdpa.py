@@ -50,12 +50,14 @@ def rewrite_sdpa(rw: Rewriter, n: Node) -> Tensor:
     query, k, v, mask, dropout, causal, scale = _arguments(rw, n)
     if dropout:
         raise RewriteError(f"attention with dropout_p={dropout} over a cache; only inference is supported")
+    ranks = [query.dim(), rw.env[k].dim(), rw.env[v].dim()]
+    if ranks not in ([3, 3, 3], [4, 4, 4]):
+        raise RewriteError(
+            "attention over a cache needs query, key and value [batch, heads, tokens, head_dim] or without the batch, "
+            f"got {ranks} dimensions"
+        )
     single = query.dim() == 3
     query = query[None] if single else query
-    if query.dim() != 4:
-        raise RewriteError(
-            f"attention over a cache needs a query [batch, heads, tokens, head_dim], got {query.dim()}-D"
-        )
     keys, values = _sequences(rw, k), _sequences(rw, v)
     if keys.where != values.where:
         raise RewriteError(f"attention reads other tokens of {keys.plane.label} than of {values.plane.label}")
@@ -90,10 +92,8 @@ def _arguments(rw: Rewriter, n: Node) -> tuple[Tensor, Node, Node, Tensor | None
     given = {name: rw.env[a] if isinstance(a, Node) else a for name, a in nodes.items() if name not in ("key", "value")}
     if not all(rw.is_shadow(nodes[name]) for name in ("key", "value")):
         raise RewriteError("attention reads keys or values from a bound cache, but not both")
-    scale = given["scale"]
-    return (
-        given["query"], nodes["key"], nodes["value"], given["attn_mask"], given["dropout_p"], given["is_causal"], scale,
-    )  # fmt: skip
+    options = (given["attn_mask"], given["dropout_p"], given["is_causal"], given["scale"])
+    return given["query"], nodes["key"], nodes["value"], *options
 
 
 def _sequences(rw: Rewriter, n: Node) -> Sequences:
