@@ -117,7 +117,7 @@ class PageOps:
         )
         became = "store_kv" if len(writes) == 1 else "store_kv of key and value"
         for w in writes:
-            self.entries.append(Entry(((w.plane.layer, w.plane.kind),), "write", w.form, w.line, became))
+            self.entries.append(Entry(w.plane.layer, (w.plane.kind,), "write", w.form, w.line, became))
 
     def load(self, selection: Selection) -> Tensor:
         """The selection's tokens, gathered from their slots into a fresh tensor."""
@@ -152,7 +152,8 @@ class PageOps:
     def note(self, action: str, planes: tuple[CachePlane, ...], became: str) -> None:
         """Report what the current node became."""
         form, line = self.where()
-        self.entries.append(Entry(tuple((p.layer, p.kind) for p in planes), action, form, line, became))
+        layer, kinds, last = planes[0].layer, tuple(p.kind for p in planes), planes[-1].layer
+        self.entries.append(Entry(layer, kinds, action, form, line, became, None if last == layer else last))
 
 
 def scale_arguments(key: Scale, value: Scale) -> dict[str, Any]:

@@ -39,25 +39,32 @@ class Entry:
     """One thing that a graph does with a layer's planes.
 
     Args:
-        planes: which ``(layer, kind)``; an attention reads two at once.
+        layer, kinds: which planes; an attention reads two at once.
         action: ``"write"``, ``"read"`` or ``"materialize"``.
         form: the operation found, for example ``aten.index_copy_``.
         line: the user's line.
         became: the operator that it became.
+        value_layer: of the plane that an attention reads as values, where it is another than the keys'.
     """
 
-    planes: tuple[tuple[int, str], ...]
+    layer: int
+    kinds: tuple[str, ...]
     action: str
     form: str
     line: str
     became: str
+    value_layer: int | None = None
 
     @property
-    def where(self) -> str:
-        """The planes in short: ``L0 key+value``, or ``L0 key+L1 value`` where they are of different layers."""
-        names = [f"L{layer} {kind}" for layer, kind in self.planes]
-        layers = {layer for layer, _ in self.planes}
-        return "+".join(names if len(layers) > 1 else [names[0], *(kind for _, kind in self.planes[1:])])
+    def planes(self) -> tuple[tuple[int, str], ...]:
+        """Every ``(layer, kind)``."""
+        layers = (self.layer, self.layer if self.value_layer is None else self.value_layer)
+        return tuple(zip(layers, self.kinds, strict=False))
+
+    @property
+    def label(self) -> str:
+        """The kinds, for people: ``key+value``, or ``key+value of L3``."""
+        return "+".join(self.kinds) + ("" if self.value_layer is None else f" of L{self.value_layer}")
 
 
 @dataclass
@@ -107,7 +114,9 @@ class RewriteReport:
         return [plane for plane in self.planes if plane not in seen]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [(e.where, e.action, e.form, e.became, e.line) for e in self.entries]
+        rows: list[tuple[str, ...]] = [
+            (f"L{e.layer} {e.label}", e.action, e.form, e.became, e.line) for e in self.entries
+        ]
         rows = [("plane", "does", "form found", "became", "line"), *_cut(rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]) for r in rows)

@@ -155,8 +155,8 @@ def test_keys_and_values_of_two_layers_are_reported_as_such(paged: Any) -> None:
     assert [e.planes for e in report.entries] == [((0, "key"), (1, "value")), ((1, "key"), (1, "value"))]
     assert report.reads_rewritten == 2
     assert report.untouched("read") == [(0, "value")]
-    assert "L0 key+L1 value" in str(report)
-    assert "L1 key+value" in str(report)
+    assert "key+value of L1 " in str(report)
+    assert "key+value  " in str(report)
 
 
 def test_attention_beside_the_caches_is_put_back(paged: Any) -> None:
