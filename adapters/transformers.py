@@ -79,7 +79,8 @@ class PageMajorCache(Cache):
             model: decoder-only, with full attention in every layer.
             num_pages: of the pool; all sequences together may hold ``num_pages * page_size`` tokens.
             page_size: tokens of a page.
-            dtype: of the stored keys and values; default the model's.
+            dtype: of the stored keys and values; default the model's. int8 and the two fp8 are quantised with a scale
+                for each token and head, which is stored beside them.
 
         Raises:
             ValueError: the model attends in a way that this cache does not support.
@@ -87,7 +88,8 @@ class PageMajorCache(Cache):
         config = _supported(model.config)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layout = pm_ops.page_major(config.num_hidden_layers, heads, dim, page_size, dtype or model.dtype)
+        dtype = dtype or model.dtype
+        layout = pm_ops.page_major(config.num_hidden_layers, heads, dim, page_size, dtype, scales=dtype.itemsize == 1)
         return cls(PagePool(layout, num_pages, model.device))
 
     @property
@@ -157,7 +159,10 @@ class PageMajorLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor:
-        """A dense copy, ``[batch, heads, tokens, dim]``, zeros for padding: to look at, never needed to run."""
+        """A dense copy, ``[batch, heads, tokens, dim]``, zeros for padding: to look at, never needed to run.
+
+        float32 where the cache is quantised.
+        """
         return self._dense("key")
 
     @property
@@ -187,7 +192,9 @@ class PageMajorLayer(CacheLayerMixin):
 
     def _dense(self, kind: str) -> Tensor:
         slots = self.batch.column_slots()
-        rows = pm_ops.load_kv(self.batch.pool, self.index, slots.flatten().to(self.batch.pool.device), kind)
+        pool = self.batch.pool
+        out_dtype = torch.float32 if kind in pool.scaled_kinds else None
+        rows = pm_ops.load_kv(pool, self.index, slots.flatten().to(pool.device), kind, out_dtype=out_dtype)
         return rows.unflatten(0, slots.shape).transpose(1, 2)
 
 

@@ -121,7 +121,7 @@ def bind(
     """Move caches into a pool's pages and turn the tensors into facades, which hold no memory.
 
     Args:
-        pool: one plane ``"key"`` and ``"value"`` a layer, of the caches' dtype and on their device.
+        pool: one plane ``"key"`` and ``"value"`` a layer, of the caches' dtype and on their device, without scales.
         cache: a transformers StaticCache after ``early_initialization``; instead of keys and values.
         keys, values: the layers' caches in the order of the layout's layers; a stacked cache by its views, such as
             ``keys=kv[0], values=kv[1]``. Forms: ``[slots, heads, head_dim]`` or ``[pages, page_size, heads,
@@ -197,6 +197,11 @@ def _plane(
     pool: PagePool, layer: int, kind: str, tensor: Tensor, dims: str | None, storages: dict[int, int]
 ) -> CachePlane:
     where, plane = f"the {kind} cache of layer {layer}", pool.plane(layer, kind)
+    if plane.scales is not None:
+        raise ValueError(
+            f"{where} would be quantised: its plane has a scale for each token and head, but a bound cache holds what "
+            "the model writes; use a layout without scales=True"
+        )
     if isinstance(tensor, Facade):
         raise ValueError(f"{where} is bound already; release that binding first")
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):

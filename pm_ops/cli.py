@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def inspect(options: argparse.Namespace) -> int:
     """Print a layout: its planes, bytes a token and a page, and the copies that moving a page takes."""
     shape = _shape(options)
-    layout = _layout(options.format, shape, options.page_size)
+    layout = _layout(options.format, shape, options.page_size, options.scales)
     if options.json:
         print(json.dumps(_record(layout, shape)))
         return 0
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
     names = ", ".join(map(dtype_name, PLANE_DTYPES))
     command.add_argument("--dtype", help=f"of the cache: {names} (default: the model's own, or bfloat16)")
+    command.add_argument("--scales", action="store_true", help="a scale for each token and head of an 8-bit cache")
     command.add_argument("--format", choices=FORMATS, default="page_major", help="(default: page_major)")
     command.add_argument("--all", action="store_true", help="draw every plane, also of deep models")
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -115,12 +116,15 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _layout(name: str, shape: ModelShape, page_size: int) -> PageLayout:
+def _layout(name: str, shape: ModelShape, page_size: int, scales: bool) -> PageLayout:
     assert shape.dtype is not None
     if name not in VLLM_ORDERS:
         make = page_major if name == "page_major" else token_major
         value_dim = shape.value_dim
-        return make(shape.layers, shape.kv_heads, shape.head_dim, page_size, shape.dtype, value_dim=value_dim)
+        args = (shape.layers, shape.kv_heads, shape.head_dim, page_size, shape.dtype)
+        return make(*args, value_dim=value_dim, scales=scales)
+    if scales:
+        raise ValueError(f"--format {name} has no place for scales; use page_major or token_major")
     if not isinstance(shape.kv_heads, int):
         raise ValueError(f"--format {name} needs layers that are all alike; use page_major or token_major")
     args = (shape.layers, shape.kv_heads, shape.head_dim, page_size, shape.dtype)

@@ -10,23 +10,38 @@ format                    bytes of a page                                       
 ``vllm("BHLNC")``         ``[head][layer][token][K | V]``                                vLLM 0.29 on
 ========================  =============================================================  ============================
 
+With ``scales=True`` the first two also hold a float32 scale of every (token, head) of K and of V, behind all the rest,
+so that K and V lie where they lie without scales:
+
+========================  ==========================================================================================
+``page_major``            ``[… | pad to 16 B | L0_Ks·H·ps | L0_Vs·H·ps | L1_Ks·H·ps | …]``, each padded to 16 B. One
+                          head's scales of a page are side by side, as attention reads them
+``token_major``           ``ps`` entries ``[… | pad to 4 B | Ks0·H | Vs0·H | Ks1·H | … | pad to 32 B]``
+========================  ==========================================================================================
+
 ``layers`` is the number of layers. Every other argument that describes a layer may be one value, or a sequence with one
 value a layer (models whose layers differ).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
-from .layout import PageLayout, Plane
+from .layout import PageLayout, Plane, dtype_name
 
 T = TypeVar("T")
+Layers = list[tuple[int, int, tuple[int, int], torch.dtype]]
+"""``(layer, heads, (key dim, value dim), dtype)`` of every layer."""
 
 TOKEN_MAJOR_ALIGN = 32
 """Bytes to which SGLang pads a token's entry (``ENTRY_ALIGN_BYTES``)."""
+SCALE_BYTES = torch.float32.itemsize
+SCALE_ALIGN = 16
+"""Bytes to which a page with scales is padded, so that rows behind the first page stay fit for 16-byte loads."""
 VLLM_ORDERS = ("BLNHC", "BLHNC", "BHLNC")
 """vLLM's block-outermost orders: B block, L layer, H head, N token, C the K|V content of one (token, head)."""
 
@@ -40,6 +55,7 @@ def page_major(
     *,
     value_dim: int | Sequence[int] | None = None,
     align: int = 1,
+    scales: bool = False,
 ) -> PageLayout:
     """``page = [L0_K·ps | L0_V·ps | L1_K·ps | …]``: layer after layer inside the page, K and V in blocks.
 
@@ -49,15 +65,24 @@ def page_major(
         page_size: tokens of a page.
         dtype: element type of K and V.
         align: start every plane, and end the page, at a multiple of this many bytes. 1 is byte-exact with SGLang.
+        scales: add planes ``"key_scale"`` and ``"value_scale"``, float32 ``(heads, 1)``, to the layers of an 8-bit
+            dtype. They start, and the page then ends, at multiples of 16 bytes too.
     """
     planes = []
     end = 0
-    for layer, heads, dims, layer_dtype in _per_layer(layers, kv_heads, head_dim, value_dim, dtype):
+    per_layer = _per_layer(layers, kv_heads, head_dim, value_dim, dtype)
+    for layer, heads, dims, layer_dtype in per_layer:
         for kind, dim in zip(("key", "value"), dims, strict=True):
             row = dim * layer_dtype.itemsize
             planes.append(Plane(layer, kind, end, heads * row, row, (heads, dim), layer_dtype))
             end = _round_up(end + page_size * heads * row, align)
-    return PageLayout(page_size, end, tuple(planes), "page_major")
+    if scales:
+        align = math.lcm(align, SCALE_ALIGN)
+        for layer, kind, heads in _scaled(per_layer):
+            start = _round_up(end, align)
+            planes.append(Plane(layer, kind, start, SCALE_BYTES, page_size * SCALE_BYTES, (heads, 1), torch.float32))
+            end = start + page_size * heads * SCALE_BYTES
+    return PageLayout(page_size, _round_up(end, align), tuple(planes), "page_major")
 
 
 def token_major(
@@ -69,18 +94,25 @@ def token_major(
     *,
     value_dim: int | Sequence[int] | None = None,
     align: int = TOKEN_MAJOR_ALIGN,
+    scales: bool = False,
 ) -> PageLayout:
     """``page_size`` entries, each ``[K0 | V0 | K1 | V1 | … | pad]``: everything of one token side by side.
 
-    Args as in :func:`page_major`; ``align`` pads the entry, 32 bytes being SGLang's. SGLang itself also refuses rows
-    that are not multiples of 16 bytes; here they are allowed.
+    Args as in :func:`page_major`; ``align`` pads the entry alone, 32 bytes being SGLang's. SGLang itself also refuses
+    rows that are not multiples of 16 bytes; here they are allowed.
     """
     rows = []
     end = 0
-    for layer, heads, dims, layer_dtype in _per_layer(layers, kv_heads, head_dim, value_dim, dtype):
+    per_layer = _per_layer(layers, kv_heads, head_dim, value_dim, dtype)
+    for layer, heads, dims, layer_dtype in per_layer:
         for kind, dim in zip(("key", "value"), dims, strict=True):
             rows.append((layer, kind, end, dim * layer_dtype.itemsize, (heads, dim), layer_dtype))
             end += heads * dim * layer_dtype.itemsize
+    if scales:
+        end = _round_up(end, SCALE_BYTES)
+        for layer, kind, heads in _scaled(per_layer):
+            rows.append((layer, kind, end, SCALE_BYTES, (heads, 1), torch.float32))
+            end += heads * SCALE_BYTES
     entry = _round_up(end, align)
     planes = tuple(Plane(layer, kind, at, entry, row, shape, dt) for layer, kind, at, row, shape, dt in rows)
     return PageLayout(page_size, page_size * entry, planes, "token_major")
@@ -127,13 +159,23 @@ def _per_layer(
     head_dim: int | Sequence[int],
     value_dim: int | Sequence[int] | None,
     dtype: torch.dtype | Sequence[torch.dtype],
-) -> list[tuple[int, int, tuple[int, int], torch.dtype]]:
-    """``(layer, heads, (key dim, value dim), dtype)`` of every layer."""
+) -> Layers:
     heads = _spread(kv_heads, layers, "kv_heads")
     keys = _spread(head_dim, layers, "head_dim")
     values = keys if value_dim is None else _spread(value_dim, layers, "value_dim")
     dtypes = _spread(dtype, layers, "dtype")
     return [(i, heads[i], (keys[i], values[i]), dtypes[i]) for i in range(layers)]
+
+
+def _scaled(per_layer: Layers) -> list[tuple[int, str, int]]:
+    """``(layer, kind, heads)`` of every scale plane, in page order: those of the layers of an 8-bit dtype."""
+    found = [(i, heads) for i, heads, _, dtype in per_layer if dtype.itemsize == 1]
+    if not found:
+        raise ValueError(
+            f"scales=True is for 8-bit dtypes (float8_e4m3fn, float8_e5m2, int8), got {dtype_name(per_layer[0][3])}; "
+            "wider ones need no scales"
+        )
+    return [(i, kind, heads) for i, heads in found for kind in ("key_scale", "value_scale")]
 
 
 def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:

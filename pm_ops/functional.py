@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pool import PagePool, PoolPlane
+from .pool import PagePool
 
 Scale = float | Tensor
 
@@ -31,17 +31,18 @@ def store_kv(
         key, value: ``[T, heads, dim]`` of the layer's geometry, any strides and floating dtype.
         slots: int32 or int64 ``[N]``, N <= T: row ``i`` goes to ``slots[i]``; rows past N are padding. slot < 0 is
             skipped, slot >= capacity is never written.
-        key_scale, value_scale: stored = x / scale, rounded to nearest even; fp8 saturates. A float, or one float32
-            element on the pool's device.
+        key_scale, value_scale: stored = x / scale, rounded to nearest even; fp8 and int8 saturate. A float, or one
+            float32 element on the pool's device. A layout with ``scales=True`` takes none: each row gets a scale of its
+            own, which is stored beside it, see :class:`pm_ops.ops.store.StoreKV`. Without, int8 needs one.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; on CPU also an index out of range or named twice.
         RuntimeError: an input requires grad.
     """
-    key_plane, key_dtype = _rows_plane(pool, layer, "key", key)
-    value_plane, value_dtype = _rows_plane(pool, layer, "value", value)
+    key_plane, key_dtype, key_scales = _rows_plane(pool, layer, "key", key)
+    value_plane, value_dtype, value_scales = _rows_plane(pool, layer, "value", value)
     args = (pool.buffer, key, value, slots, key_plane, value_plane, pool.page_size, key_dtype, value_dtype)
-    torch.ops.pm_ops.store_kv(*args, *_scale_arguments(key_scale, value_scale))
+    torch.ops.pm_ops.store_kv(*args, *_scale_arguments(key_scale, value_scale), key_scales, value_scales)
 
 
 def rope_store_kv(
@@ -84,8 +85,8 @@ def rope_store_kv(
         ValueError: shapes, dtypes or devices do not fit; on CPU also a slot or position out of range, or a slot twice.
         RuntimeError: an input requires grad.
     """
-    key_plane, key_dtype = _rows_plane(pool, layer, "key", key)
-    value_plane, value_dtype = _rows_plane(pool, layer, "value", value)
+    key_plane, key_dtype, key_scales = _rows_plane(pool, layer, "key", key)
+    value_plane, value_dtype, value_scales = _rows_plane(pool, layer, "value", value)
     rotated_query, rotated_key = torch.ops.pm_ops.rope_store_kv(
         pool.buffer,
         query,
@@ -106,6 +107,8 @@ def rope_store_kv(
         weight_offset,
         *_scale_arguments(key_scale, value_scale),
         return_key,
+        key_scales,
+        value_scales,
     )
     return (rotated_query, rotated_key) if return_key else rotated_query
 
@@ -121,12 +124,23 @@ def load_kv(
 ) -> Tensor:
     """The rows of these slots of one plane, fresh ``[N, heads, dim]``; slot < 0 gives zeros.
 
-    Without ``out_dtype`` the stored elements, bit for bit; with it ``stored * scale``, cast.
+    Without ``out_dtype`` the stored elements, bit for bit; with it ``stored * scale``, cast. In a layout with
+    ``scales=True`` that is each row's own scale.
     """
-    geometry, heads, dim, dtype = _plane(pool, layer, kind)
+    geometry, heads, dim, dtype, scales = pool.plane(layer, kind)
     number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     return torch.ops.pm_ops.load_kv(
-        pool.buffer, slots, geometry, pool.page_size, heads, dim, dtype, number, tensor, out_dtype
+        pool.buffer,
+        slots,
+        geometry,
+        pool.page_size,
+        heads,
+        dim,
+        dtype,
+        number,
+        tensor,
+        out_dtype,
+        None if out_dtype is None else scales,
     )
 
 
@@ -148,6 +162,8 @@ def attention(
     key_scale: Scale = 1.0,
     value_scale: Scale = 1.0,
     max_query_len: int = 0,
+    max_seq_len: int = 0,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -167,6 +183,8 @@ def attention(
         bias: bool (True: visible) or floating point ``[B or 1, Hq or 1, Lq or 1, S]``.
         key_scale, value_scale: as in :func:`store_kv`.
         max_query_len: 0, or an upper bound of one sequence's query tokens, a hint.
+        max_seq_len: 0, or about the most keys of one sequence, a hint for tables that are much wider.
+        batch_invariant: make a row's bits independent of what else is in the call (CUDA; slower).
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
         impl: ``"auto"``, ``"triton"`` or ``"reference"``.
 
@@ -177,7 +195,7 @@ def attention(
         ValueError: shapes, dtypes or devices do not fit; on CPU also lengths or page ids out of range.
         RuntimeError: an input requires grad.
     """
-    key, value = _plane(pool, layer, "key"), _plane(pool, layer, "value")
+    key, value = pool.plane(layer, "key"), pool.plane(layer, "value")
     if query.shape[-1] != key.dim or value.heads != key.heads:
         raise ValueError(
             f"query is {list(query.shape)}; layer {layer} has keys of {key.heads} heads x {key.dim} and values of "
@@ -207,6 +225,10 @@ def attention(
         max_query_len,
         return_lse,
         impl,
+        key.scales,
+        value.scales,
+        batch_invariant,
+        max_seq_len,
     )
     return (out, lse) if return_lse else out
 
@@ -219,27 +241,18 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     return torch.ops.pm_ops.merge_attention(out_a, lse_a, out_b, lse_b)
 
 
-def _plane(pool: PagePool, layer: int, kind: str) -> PoolPlane:
-    if kind in pool.scaled_kinds:
-        raise ValueError(
-            f"this layout keeps a scale for each token and head in '{kind}_scale' planes; these operators take one "
-            "scale a tensor. Use a layout without scale planes and pass key_scale= and value_scale="
-        )
-    return pool.plane(layer, kind)
-
-
 def _rows_plane(
     pool: PagePool, layer: int, kind: str, rows: Tensor | None
-) -> tuple[list[int] | None, torch.dtype | None]:
-    """A plane's geometry and dtype for rows to store; None for no rows."""
+) -> tuple[list[int] | None, torch.dtype | None, list[int] | None]:
+    """A plane's geometry and dtype, and its scales' geometry, for rows to store; None for no rows."""
     if rows is None:
-        return None, None
-    plane = _plane(pool, layer, kind)
+        return None, None, None
+    plane = pool.plane(layer, kind)
     if rows.dim() != 3 or rows.shape[1] != plane.heads or rows.shape[2] != plane.dim:
         raise ValueError(
             f"{kind} rows are {list(rows.shape)}, layer {layer} holds [tokens, {plane.heads}, {plane.dim}]"
         )
-    return plane.geometry, plane.dtype
+    return plane.geometry, plane.dtype, plane.scales
 
 
 def _scale_arguments(key_scale: Scale, value_scale: Scale) -> tuple[float, float, Tensor | None, Tensor | None]:

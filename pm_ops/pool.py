@@ -23,6 +23,8 @@ class PoolPlane(NamedTuple):
     heads: int
     dim: int
     dtype: torch.dtype
+    scales: list[int] | None
+    """The geometry of the plane with a scale for each of its tokens and heads, where there is one."""
 
 
 class PagePool:
@@ -100,12 +102,16 @@ class PagePool:
         return [self.base, self.page_stride, self.layout.page_bytes, self.num_pages]
 
     def plane(self, layer: int, kind: str) -> PoolPlane:
-        """A token plane as the operators take it. Raises ValueError for a plane that is not there, or is a state."""
+        """A token plane as the operators take it.
+
+        Raises ValueError for a plane that is not there or is a state, and for scales of another form.
+        """
         plane, step = self._located(layer, kind)
         if plane.token_stride is None:
             raise ValueError(f"plane {kind!r} of layer {layer} is a state: it has no token slots")
         heads, dim = plane.shape
-        return PoolPlane(self._geometry(plane, layer * step), heads, dim, plane.dtype)
+        scales = self._scales(layer, f"{kind}_scale", heads) if kind in self.scaled_kinds else None
+        return PoolPlane(self._geometry(plane, layer * step), heads, dim, plane.dtype, scales)
 
     def geometry(self, layer: int, kind: str) -> list[int]:
         """``[offset, page_stride, token_stride, head_stride, num_pages]`` of any plane; a state's token stride is 0."""
@@ -172,6 +178,15 @@ class PagePool:
         if even is not None and 0 <= layer < len(self.layout.layers):
             return even
         return self.layout.plane(layer, kind), 0
+
+    def _scales(self, layer: int, kind: str, heads: int) -> list[int] | None:
+        """The geometry of a plane of scales; None in a layer that has none."""
+        if self._even[kind] is None and kind not in self.layout.kinds(layer):
+            return None
+        plane, step = self._located(layer, kind)
+        if plane.shape != (heads, 1) or plane.dtype != torch.float32 or plane.token_stride is None:
+            raise ValueError(f"scales are float32 ({heads}, 1) of every token, one a head; the layout has {plane}")
+        return self._geometry(plane, layer * step)
 
     def _geometry(self, plane: Plane, shift: int) -> list[int]:
         offset = self.base + plane.offset + shift

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .formats import page_major, token_major, vllm
-from .ops._common import PLANE_DTYPES
+from .ops._common import ROW_DTYPES
 from .pool import PagePool
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -64,7 +64,7 @@ def writes_only(buffer: Tensor, owned: Iterable[int]) -> Iterator[None]:
 
 def sample_pools(device: str = "cpu") -> Iterator[PagePool]:
     """Small pools of every named format, of unequal K and V dims, and of a pool inside a larger buffer."""
-    for dtype in PLANE_DTYPES:
+    for dtype in ROW_DTYPES:
         yield _filled(PagePool(page_major(2, 2, 8, 4, dtype), 5, device))
     yield _filled(PagePool(page_major(2, 2, 8, 4, torch.float16, value_dim=16), 5, device))
     yield _filled(PagePool(token_major(2, 2, 8, 3, torch.float32), 5, device))
@@ -72,6 +72,15 @@ def sample_pools(device: str = "cpu") -> Iterator[PagePool]:
     layout = page_major(2, 2, 8, 1, torch.float32)
     buffer = torch.zeros(64 + 5 * 2 * layout.page_bytes, dtype=torch.uint8, device=device)
     yield _filled(PagePool(layout, 5, buffer=buffer, base=64, page_stride=2 * layout.page_bytes))
+
+
+def scaled_pools(device: str = "cpu") -> Iterator[PagePool]:
+    """Small pools with a scale for each token and head: every 8-bit dtype, unequal dims, a pool in a larger buffer."""
+    yield _filled(PagePool(page_major(2, 2, 8, 4, torch.int8, scales=True), 5, device))
+    layout = page_major(2, 2, 8, 3, torch.float8_e4m3fn, value_dim=12, scales=True)
+    buffer = torch.zeros(64 + 5 * 2 * layout.page_bytes, dtype=torch.uint8, device=device)
+    yield _filled(PagePool(layout, 5, buffer=buffer, base=64, page_stride=2 * layout.page_bytes))
+    yield _filled(PagePool(token_major(2, 2, 8, 3, torch.float8_e5m2, value_dim=5, scales=True), 5, device))
 
 
 def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
@@ -90,7 +99,7 @@ def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
         "scatter_pages": _page_samples,
         "copy_slots": _slot_samples,
     }[op]
-    for pool in sample_pools(device):
+    for pool in (*sample_pools(device), *scaled_pools(device)):
         yield from make(op, pool)
 
 
@@ -98,8 +107,16 @@ def _filled(pool: PagePool) -> PagePool:
     """Finite values in every plane."""
     for plane in pool.layout.planes:
         view = pool.view(plane.layer, plane.kind)
-        view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(plane.offset)).to(plane.dtype))
+        values = torch.randn(view.shape, generator=torch.Generator().manual_seed(plane.offset))
+        if plane.dtype == torch.int8:
+            values = (40 * values).clamp(-127, 127)
+        view.copy_((values.abs() if plane.kind.endswith("_scale") else values).to(plane.dtype))
     return pool
+
+
+def _scales(pool: PagePool) -> dict[str, list[int]]:
+    """The arguments that name the scale planes of layer 1, where there are any."""
+    return {f"{kind}_scale_plane": pool.geometry(1, f"{kind}_scale") for kind in sorted(pool.scaled_kinds)}
 
 
 def _ids(count: int, limit: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -120,11 +137,13 @@ def _store_samples(op: str, pool: PagePool) -> Iterator[Sample]:
     key_plane, value_plane = pool.geometry(1, "key"), pool.geometry(1, "value")
     dtype = pool.layout.plane(1, "key").dtype
     planes = (key_plane, value_plane, pool.page_size, dtype, dtype)
+    scales = _scales(pool)
     for count, index in _counts():
         slots = _ids(count, pool.num_slots, index, pool.device)
         fused = torch.randn(count + 1, heads, dim + value_dim, device=pool.device)  # one padding row, strided rows
-        yield (pool.buffer, fused[..., :dim], fused[..., dim:], slots, *planes), {}
-        yield (pool.buffer, fused[..., :dim], None, slots, key_plane, None, pool.page_size, dtype, None), {}
+        yield (pool.buffer, fused[..., :dim], fused[..., dim:], slots, *planes), scales
+        key_alone = {"key_scale_plane": scales["key_scale_plane"]} if scales else {}
+        yield (pool.buffer, fused[..., :dim], None, slots, key_plane, None, pool.page_size, dtype, None), key_alone
     scale = torch.tensor(0.5, device=pool.device)
     rows = (torch.randn(4, heads, dim, device=pool.device).bfloat16(), None)
     yield (
@@ -145,7 +164,10 @@ def _rope_samples(op: str, pool: PagePool) -> Iterator[Sample]:
         positions = torch.arange(count + 1, dtype=index, device=device).flip(0)
         weights = {"q_weight": torch.randn(dim, device=device), "k_weight": torch.randn(dim, device=device).half()}
         table = torch.randn(9, dim, device=device)
-        yield (pool.buffer, query, k, v, positions, table, slots, *planes), {**weights, "return_key": True}
+        yield (
+            (pool.buffer, query, k, v, positions, table, slots, *planes),
+            {**weights, "return_key": True, **_scales(pool)},
+        )
     rows = (query.bfloat16(), k.half(), v.half(), positions.int(), table[:, : dim // 2].bfloat16(), slots.int())
     options = {"interleaved": True, "key_scale_tensor": torch.tensor(0.5, device=device), "value_scale": 2.0}
     yield (pool.buffer, *rows, *planes), options
@@ -158,6 +180,9 @@ def _load_samples(op: str, pool: PagePool) -> Iterator[Sample]:
         slots = _ids(2 * count, pool.num_slots, index, pool.device)[::2]
         yield (pool.buffer, slots, *geometry), {}
         yield (pool.buffer, slots, *geometry), {"scale": 0.5, "out_dtype": torch.float32}
+        if pool.scaled_kinds:
+            scales = {"scale_plane": pool.geometry(1, "value_scale")}
+            yield (pool.buffer, slots, *geometry), {"out_dtype": torch.float16, **scales}
 
 
 def _attention_samples(op: str, pool: PagePool) -> Iterator[Sample]:
@@ -171,11 +196,12 @@ def _attention_samples(op: str, pool: PagePool) -> Iterator[Sample]:
         lengths = torch.tensor([2 * ps, 0, 5 * ps], dtype=index, device=device)[:batch]
         query = torch.randn(2 * batch, dim, 2 * heads, device=device).transpose(1, 2)
         half = query.to(torch.float16)
-        yield (pool.buffer, query, table, lengths, None, *tail), {"softmax_scale": 0.3, "return_lse": True}
+        options = {"softmax_scale": 0.3, **_scales(pool)}
+        yield (pool.buffer, query, table, lengths, None, *tail), {"return_lse": True, **options}
         start = torch.tensor([0, 1, 1, 4], dtype=index, device=device)[: batch + 1]
         bias = torch.randn(1, 2 * heads, 1, 5 * ps, device=device)
         extra = {"softcap": 20.0, "sinks": torch.randn(2 * heads, device=device), "bias": bias, "causal": False}
-        yield (pool.buffer, half, table, lengths, start, *tail), {"softmax_scale": 0.3, "window": 3, **extra}
+        yield (pool.buffer, half, table, lengths, start, *tail), {"window": 3, **options, **extra}
 
 
 def _page_samples(op: str, pool: PagePool) -> Iterator[Sample]:

@@ -55,13 +55,36 @@ def store(
     rows: Tensor,
     slots: Iterable[int],
     scale: float = 1.0,
+    scale_plane: Sequence[int] | None = None,
 ) -> set[int]:
-    """Write ``rows [T, H, D]`` to slots, skipping those below 0 and past the end; returns the bytes it covered."""
+    """Write ``rows [T, H, D]`` to slots, skipping those below 0 and past the end; returns the bytes it covered.
+
+    With a ``scale_plane`` each (token, head) by a scale of its own, which is written there.
+    """
     touched: set[int] = set()
     for i, slot in enumerate(slots):
         if 0 <= slot < plane[4] * page_size:
-            touched |= write(buffer, plane, page_size, slot, encode(rows[i], dtype, scale))
+            if scale_plane is None:
+                touched |= write(buffer, plane, page_size, slot, encode(rows[i], dtype, scale))
+                continue
+            scales = np.array([[row_scale(row, dtype)] for row in rows[i]], dtype=np.float32)
+            heads = [
+                encode(r, dtype, s) if s == s else r.new_zeros(len(r), dtype=torch.uint8).numpy()
+                for r, s in zip(rows[i], scales[:, 0], strict=True)
+            ]
+            touched |= write(buffer, plane, page_size, slot, np.stack(heads))
+            touched |= write(buffer, scale_plane, page_size, slot, scales.view(np.uint8))
     return touched
+
+
+def row_scale(row: Tensor, dtype: torch.dtype) -> np.float32:
+    """A row's own scale: its largest magnitude over the dtype's, never subnormal; 1 for zeros, NaN for NaN and inf."""
+    values = row.float().numpy()
+    if not np.isfinite(values).all():
+        return np.float32(np.nan)
+    largest = np.abs(values).max()
+    limit = 127.0 if dtype == torch.int8 else FP8_MAX[dtype]
+    return max(largest / np.float32(limit), np.float32(2.0**-126)) if largest else np.float32(1)
 
 
 def load(
@@ -99,18 +122,24 @@ def decode(data: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     data = np.ascontiguousarray(data)
     if dtype in FP8:
         return fp8_values(dtype)[data]
+    if dtype == torch.int8:
+        return data.view(np.int8).astype(np.float64)
     if dtype == torch.bfloat16:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return data.view({torch.float16: np.float16, torch.float32: np.float32}[dtype]).astype(np.float64)
 
 
 def encode(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> np.ndarray:
-    """The bytes ``[..., n * itemsize]`` of x / scale, computed in fp32 and rounded to nearest even; fp8 saturates."""
+    """The bytes ``[..., n * itemsize]`` of x / scale, computed in fp32 and rounded to nearest even; fp8 and int8
+    saturate, and int8 has -128 for NaN."""
     values = x.detach().float().numpy()
     if scale != 1.0:
         values = values / np.float32(scale)
     if dtype in FP8:
         return _encode_fp8(values, dtype)
+    if dtype == torch.int8:
+        whole = np.rint(np.clip(values, -127, 127))
+        return np.where(np.isnan(values), -128, whole).astype(np.int8).view(np.uint8)
     if dtype == torch.bfloat16:
         bits = values.astype(np.float32).view(np.uint32)
         rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -159,6 +188,8 @@ def attention(
     value_scale: float = 1.0,
     key_scale_tensor: Tensor | None = None,
     value_scale_tensor: Tensor | None = None,
+    key_scale_plane: Sequence[int] | None = None,
+    value_scale_plane: Sequence[int] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """``pm_ops::attention`` over every (query, head) on its own: out ``[Tq, Hq, Dv]`` and lse ``[Tq, Hq]``, float64.
@@ -177,6 +208,10 @@ def attention(
         slots = [int(page_table[b, j // page_size]) * page_size + j % page_size for j in range(s)] if n else []
         keys = load(buffer, key_plane, page_size, key_dtype, slots, kv_heads, dim) * k_scale
         values = load(buffer, value_plane, page_size, value_dtype, slots, kv_heads, value_dim) * v_scale
+        if key_scale_plane is not None:
+            keys = keys * load(buffer, key_scale_plane, page_size, torch.float32, slots, kv_heads, 1)
+        if value_scale_plane is not None:
+            values = values * load(buffer, value_scale_plane, page_size, torch.float32, slots, kv_heads, 1)
         for i in range(n):
             position = s - n + i
             for h in range(heads):

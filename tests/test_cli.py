@@ -206,6 +206,20 @@ def test_layers_that_differ_are_refused_by_the_formats_that_need_them_alike(
     assert inspect(capsys, str(path))["token_bytes"] == (29 * 3 + 1) * 2 * 64 * 2
 
 
+def test_scales_add_planes_to_the_formats_that_have_a_place_for_them(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(config), "--dtype", "int8", "--scales"]
+    record = inspect(capsys, *flags)
+    layout = pm_ops.PageLayout.from_json(json.dumps(record["layout"]))
+    assert layout == pm_ops.page_major(30, 3, 64, 16, torch.int8, scales=True)
+    assert record["token_bytes"] == 30 * 2 * 3 * (64 + 4)
+    record = inspect(capsys, *flags, "--format", "token_major")
+    assert "value_scale" in {plane["kind"] for plane in record["layout"]["planes"]}
+    assert "BLHNC has no place for scales" in refusal(capsys, *flags, "--format", "BLHNC")
+    assert "scales=True is for 8-bit dtypes" in refusal(capsys, str(config), "--scales")
+
+
 def test_all_draws_every_plane(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(config), "--all"]) == 0
     out = capsys.readouterr().out
@@ -230,7 +244,9 @@ class TestText(expecttest.TestCase):
         kinds = ["sliding_attention", "full_attention"]
         self.path.write_text(json.dumps({**SMOLLM2, "num_hidden_layers": 2, "layer_types": kinds}))
         assert cli.main(["inspect", str(self.path), "--page-size", "32"]) == 0
-        self.assertExpectedInline(self.capsys.readouterr().out, """\
+        self.assertExpectedInline(
+            self.capsys.readouterr().out,
+            """\
 layers     2            num_hidden_layers
 kv_heads   3            num_key_value_heads
 head_dim   64           hidden_size 576 / num_attention_heads 9
@@ -248,4 +264,5 @@ page_major: a page of 32 tokens, 2 layers, 49152 B (1536 B a token)
 one token               1536 B (1.5 KiB) over all layers
 one page                49152 B (48 KiB)
 copies to move a page   4 layer-major, 1 page-major
-""")
+""",
+        )

@@ -111,6 +111,57 @@ def test_align_starts_every_plane_and_ends_the_page_on_the_boundary() -> None:
     assert layout.token_bytes == 2 * 2 * 6
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_page_majors_scales_lie_behind_everything_head_by_head_and_move_nothing(dtype, page_size: int) -> None:
+    """A head's scales of a page side by side; each plane and the page padded to 16 bytes, so that rows stay aligned."""
+    layers, heads = 3, 3
+    plain = pm_ops.page_major(layers, heads, 5, page_size, dtype, value_dim=3)
+    layout = pm_ops.page_major(layers, heads, 5, page_size, dtype, value_dim=3, scales=True)
+    assert set(plain.planes) < set(layout.planes)
+    start, step = plain.page_bytes + -plain.page_bytes % 16, 4 * heads * page_size
+    step += -step % 16
+    for layer in range(layers):
+        for i, kind in enumerate(("key_scale", "value_scale")):
+            assert layout.plane(layer, kind).dtype == torch.float32
+            for (t, h, _), byte in addresses(layout, layer, kind).items():
+                assert byte == start + (2 * layer + i) * step + (h * page_size + t) * 4
+    assert layout.page_bytes == start + 2 * layers * step
+    assert layout.token_bytes == plain.token_bytes + 2 * layers * heads * 4
+    assert layout.scaled_kinds == {"key", "value"} and not plain.scaled_kinds
+
+
+def test_token_majors_scales_end_the_entry() -> None:
+    layers, heads, page_size = 2, 3, 4
+    plain = pm_ops.token_major(layers, heads, 5, page_size, torch.int8, value_dim=4, align=1)
+    layout = pm_ops.token_major(layers, heads, 5, page_size, torch.int8, value_dim=4, scales=True)
+    start = plain.token_bytes + -plain.token_bytes % 4
+    entry = start + 2 * layers * heads * 4
+    entry += -entry % 32
+    for layer in range(layers):
+        for kind in ("key", "value"):
+            assert layout.plane(layer, kind).offset == plain.plane(layer, kind).offset
+        for i, kind in enumerate(("key_scale", "value_scale")):
+            for (t, h, _), byte in addresses(layout, layer, kind).items():
+                assert byte == t * entry + start + ((2 * layer + i) * heads + h) * 4
+    assert layout.page_bytes == page_size * entry
+
+
+def test_scales_keep_to_an_alignment_of_the_callers_own() -> None:
+    layout = pm_ops.page_major(2, 1, 3, 5, torch.int8, align=24, scales=True)
+    assert [p.offset % (24 if "scale" not in p.kind else 48) for p in layout.planes] == [0] * 8
+    assert layout.page_bytes % 48 == 0
+
+
+def test_only_layers_of_8_bits_have_scales() -> None:
+    dtypes = [torch.bfloat16, torch.int8, torch.float8_e5m2]
+    layout = pm_ops.page_major(3, 2, 8, 4, dtypes, scales=True)
+    assert [len(layout.kinds(layer)) for layer in range(3)] == [2, 4, 4]
+    for make in (pm_ops.page_major, pm_ops.token_major):
+        with pytest.raises(ValueError, match="scales=True is for 8-bit dtypes .* got bfloat16"):
+            make(3, 2, 8, 4, torch.bfloat16, scales=True)
+
+
 def test_a_list_of_the_wrong_length_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="kv_heads has 2 values for 3 layers"):
         pm_ops.page_major(3, [1, 2], 8, 4, torch.float32)

@@ -45,9 +45,7 @@ def page_major() -> ModuleType:
 @pytest.fixture(scope="module")
 def token_major() -> ModuleType:
     msgspec = peers.stub("msgspec", Struct=peers.Struct)
-    return peers.load(
-        peers.SGLANG_TOKEN_MAJOR, "sglang/srt/mem_cache/layout/token_major.py", {"msgspec": msgspec}
-    )
+    return peers.load(peers.SGLANG_TOKEN_MAJOR, "sglang/srt/mem_cache/layout/token_major.py", {"msgspec": msgspec})
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +75,7 @@ def kv_cache_layout() -> ModuleType:
 @pytest.fixture(scope="module")
 def cache_move() -> ModuleType:
     utils = peers.stub("sglang.srt.utils", is_cpu=lambda: False)
-    return peers.load(
-        peers.SGLANG_PAGE_MAJOR, "sglang/kernels/ops/kvcache/cache_move.py", {"sglang.srt.utils": utils}
-    )
+    return peers.load(peers.SGLANG_PAGE_MAJOR, "sglang/kernels/ops/kvcache/cache_move.py", {"sglang.srt.utils": utils})
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -48,6 +48,8 @@ LAYOUTS = {
     "mixed": MIXED,
     "page_major": pm_ops.page_major(3, 2, 5, 4, torch.bfloat16, value_dim=3),
     "page_major aligned": pm_ops.page_major(2, 3, 5, 3, torch.float32, align=64),
+    "page_major with scales": pm_ops.page_major(2, 3, 5, 3, torch.int8, value_dim=3, scales=True),
+    "token_major with scales": pm_ops.token_major(2, 3, 5, 3, torch.float8_e5m2, scales=True),
     "token_major": pm_ops.token_major(2, 1, 3, 4, torch.float16),
     "vllm BLNHC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLNHC"),
     "vllm BLHNC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLHNC"),
@@ -276,7 +278,9 @@ class TestDrawing(expecttest.TestCase):
     """str(layout) draws the page's bytes."""
 
     def test_mixed(self) -> None:
-        self.assertExpectedInline(str(MIXED), """\
+        self.assertExpectedInline(
+            str(MIXED),
+            """\
 mixed: a page of 4 tokens, 3 layers, 352 B (64 B a token)
     0  L0 key        4 tokens x 2 x 4 float16         strides: token 16 B, head 8 B
    64  L0 value      4 tokens x 2 x 2 float16         strides: token 8 B, head 4 B
@@ -284,19 +288,25 @@ mixed: a page of 4 tokens, 3 layers, 352 B (64 B a token)
   128  L1 conv       3 x 4 bfloat16                   state
   160  L1 ssm        2 x 4 x 2 float32                state
   224  L3 latent     4 tokens x 1 x 32 float8_e4m3fn  strides: token 32 B, head 32 B
-  352  end           padding 8 B""")
+  352  end           padding 8 B""",
+        )
 
     def test_padding(self) -> None:
-        self.assertExpectedInline(str(LAYOUTS["token_major"]), """\
+        self.assertExpectedInline(
+            str(LAYOUTS["token_major"]),
+            """\
 token_major: a page of 4 tokens, 2 layers, 128 B (24 B a token)
     0  L0 key    4 tokens x 1 x 3 float16  strides: token 32 B, head 6 B
     6  L0 value  4 tokens x 1 x 3 float16  strides: token 32 B, head 6 B
    12  L1 key    4 tokens x 1 x 3 float16  strides: token 32 B, head 6 B
    18  L1 value  4 tokens x 1 x 3 float16  strides: token 32 B, head 6 B
-  128  end       padding 32 B""")
+  128  end       padding 32 B""",
+        )
 
     def test_deep_model(self) -> None:
-        self.assertExpectedInline(str(pm_ops.page_major(32, 8, 128, 16, torch.bfloat16)), """\
+        self.assertExpectedInline(
+            str(pm_ops.page_major(32, 8, 128, 16, torch.bfloat16)),
+            """\
 page_major: a page of 16 tokens, 32 layers, 2097152 B (131072 B a token)
         0  L0 key     16 tokens x 8 x 128 bfloat16  strides: token 2048 B, head 256 B
     32768  L0 value   16 tokens x 8 x 128 bfloat16  strides: token 2048 B, head 256 B
@@ -313,4 +323,5 @@ page_major: a page of 16 tokens, 32 layers, 2097152 B (131072 B a token)
   1998848  L30 value  16 tokens x 8 x 128 bfloat16  strides: token 2048 B, head 256 B
   2031616  L31 key    16 tokens x 8 x 128 bfloat16  strides: token 2048 B, head 256 B
   2064384  L31 value  16 tokens x 8 x 128 bfloat16  strides: token 2048 B, head 256 B
-  2097152  end        no padding""")
+  2097152  end        no padding""",
+        )

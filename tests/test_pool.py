@@ -1,6 +1,8 @@
 """PagePool: typed views against the byte formula, page verbs, pools inside a larger buffer, refusals."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ LAYOUTS = {
     "page_major": pm_ops.page_major(2, 2, 4, 3, torch.bfloat16, value_dim=6),
     "token_major": pm_ops.token_major(2, 1, 3, 4, torch.float16),
     "vllm BHLNC": pm_ops.vllm(2, 3, 4, 2, torch.float32, "BHLNC"),
+    "with scales": pm_ops.page_major(2, 3, 4, 3, torch.int8, scales=True),
+    "with scales by token": pm_ops.token_major(2, 3, 4, 3, torch.float8_e4m3fn, scales=True),
     "layers of their own": pm_ops.page_major(2, [1, 2], [4, 2], 2, [torch.float32, torch.float8_e5m2]),
     "mixed": MIXED,
 }
@@ -93,6 +97,34 @@ def test_geometry_is_what_the_operators_take(layout: PageLayout) -> None:
     assert pool.slot_runs.dtype == torch.int64
     assert pool.slot_runs.shape[1] == 3
     assert pool.num_slots == 4 * layout.page_size
+
+
+def test_a_plane_knows_the_scales_beside_it() -> None:
+    for name in ("with scales", "with scales by token"):
+        pool = PagePool(LAYOUTS[name], 2)
+        for layer, kind in itertools.product((0, 1), ("key", "value")):
+            assert pool.plane(layer, kind).scales == pool.geometry(layer, f"{kind}_scale")
+    some = PagePool(pm_ops.page_major(3, 1, 4, 3, [torch.int8, torch.float16, torch.int8], scales=True), 2)
+    assert [some.plane(layer, "value").scales for layer in range(3)] == [
+        some.geometry(0, "value_scale"), None, some.geometry(2, "value_scale")
+    ]  # fmt: skip
+    assert PagePool(LAYOUTS["page_major"], 2).plane(0, "key").scales is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": (2, 2), "token_stride": 16, "head_stride": 8},
+        {"shape": (1, 1)},
+        {"dtype": torch.float16},
+        {"token_stride": None},
+    ],
+)
+def test_scales_of_another_form_are_refused(changes: dict[str, Any]) -> None:
+    scale = replace(Plane(0, "key_scale", 24, 8, 4, (2, 1), torch.float32), **changes)
+    pool = PagePool(PageLayout(3, 80, (Plane(0, "key", 0, 8, 4, (2, 4), torch.int8), scale)), 2)
+    with pytest.raises(ValueError, match=r"scales are float32 \(2, 1\) of every token"):
+        pool.plane(0, "key")
 
 
 def test_geometry_is_a_list_of_the_callers_own() -> None:

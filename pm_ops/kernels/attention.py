@@ -9,9 +9,9 @@ Which keys a tile reads follows from positions alone, never from page ids, so re
 They do depend on the number of splits, and that on shapes: batch, heads, page table width, and the device.
 
 Keys past the sequence, past the last key that the program's queries see, or before the first one, are never loaded, nor
-are their page ids; with a bias, nor are values that it hides from all rows of the program. So what lies in unstored,
-freed or hidden slots has no influence. A non-finite value of a key that one query of a program sees may reach the other
-queries of that program (0 * NaN in P @ V), all of the same sequence and at most BLOCK_Q apart.
+are their page ids and scales; with a bias, nor are values that it hides from all rows of the program. So what lies in
+unstored, freed or hidden slots has no influence. A non-finite value of a key that one query of a program sees may reach
+the other queries of that program (0 * NaN in P @ V), all of the same sequence and at most BLOCK_Q apart.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_plan import plan, tile_dim
-from .common import LN2, LOG2E, TRITON_DTYPE, on_device, slot_offset
+from . import attention_hopper
+from .attention_plan import SPLIT_KEYS, plan
+from .attention_tile import attend
+from .common import LN2, LOG2E, TRITON_DTYPE, on_device
 from .merge import merge_splits
 
 if TYPE_CHECKING:
@@ -48,126 +50,7 @@ def _find_sequence(query_start, block, batch, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit
-def _load_rows(address, present, DTYPE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of DIM elements at byte addresses, as a tile of BLOCK columns. Absent rows and columns past DIM are 0."""
-    d = tl.arange(0, BLOCK)
-    element = address.to(tl.pointer_type(DTYPE))[:, None] + d[None, :]
-    if MASKED:
-        if DIM == BLOCK:
-            x = tl.load(element, mask=present[:, None], other=0.0)
-        else:
-            x = tl.load(element, mask=present[:, None] & (d < DIM)[None, :], other=0.0)
-    else:
-        if DIM == BLOCK:
-            x = tl.load(element)
-        else:
-            x = tl.load(element, mask=(d < DIM)[None, :], other=0.0)
-    return x
-
-
-@triton.jit
-def _attend(
-    acc,
-    m,
-    l,
-    q,
-    position,
-    keys,
-    values,
-    page_table,
-    key_page_stride,
-    key_token_stride,
-    value_page_stride,
-    value_token_stride,
-    scale,
-    softcap,
-    slope,
-    bias,
-    bias_rows,
-    bias_valid,
-    bias_key_stride,
-    bias_keys,
-    window,
-    lo,
-    hi,
-    begin,
-    end,
-    MASKED: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    KEY_DTYPE: tl.constexpr,
-    VALUE_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    DIM_K: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Take the key tiles from `begin` to `end` into the running (acc, m, l); m and the logits are in units of log 2.
-
-    Without MASKED, every key of these tiles is present and visible to every row, but for the bias.
-    """
-    for n in tl.range(begin, end, BLOCK_N):
-        j = n + tl.arange(0, BLOCK_N)
-        present = (j >= lo) & (j < hi)
-        if MASKED:
-            page = tl.load(page_table + j // PAGE_SIZE, mask=present, other=0)
-        else:
-            page = tl.load(page_table + j // PAGE_SIZE)
-        token = j % PAGE_SIZE
-        slot = slot_offset(page, token, key_page_stride, key_token_stride)
-        k = _load_rows(keys + slot, present, KEY_DTYPE, DIM_K, BLOCK_K, MASKED)
-        x = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if SOFTCAP:
-            # c * tanh(y / c) as c * (1 - 2 / (1 + exp(2 y / c))): finite for every y
-            x = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(x * (scale * (2.0 * LOG2E) / softcap))))
-        else:
-            x = x * (scale * LOG2E)
-        if ALIBI:
-            x += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
-        seen = present
-        if MASKED or (bias is not None):
-            visible = present[None, :]
-            if MASKED and CAUSAL:
-                visible = visible & (j[None, :] <= position[:, None])
-            if MASKED and WINDOW:
-                visible = visible & (j[None, :] > position[:, None] - window)
-                if not CAUSAL:
-                    visible = visible & (j[None, :] < position[:, None] + window)
-            if bias is not None:
-                at = bias + bias_rows[:, None] + j[None, :].to(tl.int64) * bias_key_stride
-                read = bias_valid[:, None] & (j < bias_keys)[None, :]
-                if bias.dtype.element_ty == tl.uint8:
-                    visible = visible & (tl.load(at, mask=read, other=0) != 0)
-                else:
-                    added = tl.load(at, mask=read, other=float("-inf")).to(tl.float32)
-                    visible = visible & (added != float("-inf"))
-                    x += added * LOG2E
-                seen = present & (tl.max(visible.to(tl.int32), 0) != 0)
-            x = tl.where(visible, x, float("-inf"))
-            new_m = tl.maximum(m, tl.max(x, 1))
-            top = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen no key yet
-        else:
-            new_m = tl.maximum(m, tl.max(x, 1))
-            top = new_m
-        p = tl.exp2(x - top[:, None])
-        shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(p, 1)
-        if not SAME_STRIDES:
-            slot = slot_offset(page, token, value_page_stride, value_token_stride)
-        v = _load_rows(values + slot, seen, VALUE_DTYPE, DIM_V, BLOCK_V, MASKED or (bias is not None))
-        acc = tl.dot(p.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
-        m = new_m
-    return acc, m, l
-
-
-@triton.jit(do_not_specialize=["num_queries", "uniform", "batch", "max_keys", "window", "bias_queries"])
+@triton.jit(do_not_specialize=["num_queries", "uniform", "batch", "max_keys", "split_keys", "window", "bias_queries"])
 def _attention(
     buffer,
     query,
@@ -179,6 +62,8 @@ def _attention(
     bias,
     key_scale_tensor,
     value_scale_tensor,
+    key_scale_plane,  # (offset, page_stride, token_stride, head_stride) of a scale a key, or None
+    value_scale_plane,
     out,  # [T, Hq, Dv] of the query's dtype; with SPLIT [splits, T, Hq, Dv] fp32
     lse,  # [T, Hq] fp32, or None; with SPLIT [splits, T, Hq]
     softmax_scale,
@@ -188,6 +73,7 @@ def _attention(
     uniform: tl.int32,
     batch: tl.int32,
     max_keys: tl.int32,
+    split_keys: tl.int32,
     window: tl.int32,
     query_stride: tl.int64,
     query_head_stride: tl.int64,
@@ -207,6 +93,10 @@ def _attention(
     bias_key_stride,
     bias_queries: tl.int32,
     bias_keys: tl.int32,
+    PACKED: tl.constexpr,
+    ASM: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    INVARIANT: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -275,33 +165,70 @@ def _attention(
             full_hi = tl.minimum(full_hi, earliest + window)
     begin = lo // BLOCK_N * BLOCK_N
     end = hi
-    if SPLIT:
+    if INVARIANT:  # splits at fixed keys
+        end = tl.minimum(hi, (split + 1) * split_keys)
+        begin = tl.minimum(tl.maximum(begin, split * split_keys), end)
+    elif SPLIT:
         tiles = tl.cdiv(tl.maximum(hi - begin, 0), BLOCK_N)
         share = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_N
         begin += split * share
         end = tl.minimum(hi, begin + share)
     left = begin
-    if WINDOW:
-        left = tl.minimum(tl.maximum(tl.cdiv(latest - window + 1, BLOCK_N) * BLOCK_N, begin), end)
-    right = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, left), end)
+    right = begin
+    if not INVARIANT:  # there the same instructions compute every tile, whatever other rows of the program see
+        if WINDOW:
+            left = tl.minimum(tl.maximum(tl.cdiv(latest - window + 1, BLOCK_N) * BLOCK_N, begin), end)
+        right = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, left), end)
 
-    d = tl.arange(0, BLOCK_K)
-    q_row = t * query_stride + head.to(tl.int64) * query_head_stride
-    q_at = query + q_row[:, None] + d[None, :].to(tl.int64) * query_dim_stride
-    q = tl.load(q_at, mask=valid[:, None] & (d < DIM_K)[None, :], other=0.0).to(KEY_DOT_DTYPE)
+    q_row = query + (t * query_stride + head.to(tl.int64) * query_head_stride)[:, None]
+    q_odd = row
+    if PACKED:
+        d = 2 * tl.arange(0, BLOCK_K // 2)
+        mask = valid[:, None] & (d < DIM_K)[None, :]
+        q = tl.load(q_row + d[None, :].to(tl.int64) * query_dim_stride, mask=mask, other=0.0)
+        q_odd = tl.load(q_row + (d + 1)[None, :].to(tl.int64) * query_dim_stride, mask=mask, other=0.0)
+    else:
+        d = tl.arange(0, BLOCK_K)
+        mask = valid[:, None] & (d < DIM_K)[None, :]
+        q = tl.load(q_row + d[None, :].to(tl.int64) * query_dim_stride, mask=mask, other=0.0)
     scale = softmax_scale
     if key_scale_tensor is not None:
         scale = softmax_scale * tl.load(key_scale_tensor)
+    if NORMALISE:  # rows to [1, 2) by a power of two, which is exact
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        if PACKED:
+            largest = tl.maximum(largest, tl.max(tl.abs(q_odd.to(tl.float32)), 1))
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
+        q = q.to(tl.float32) * inverse
+        if PACKED:
+            q_odd = q_odd.to(tl.float32) * inverse
+        scale = scale * exponent.to(tl.float32, bitcast=True)[:, None]
+    q = q.to(KEY_DOT_DTYPE)
+    if PACKED:
+        q_odd = q_odd.to(KEY_DOT_DTYPE)
     out_scale = value_scale
     if value_scale_tensor is not None:
         out_scale = tl.load(value_scale_tensor)
     keys = buffer + (key_offset + kv_head.to(tl.int64) * key_head_stride)
     values = buffer + (value_offset + kv_head.to(tl.int64) * value_head_stride)
+    key_scales = buffer
+    if key_scale_plane is not None:
+        key_scales = buffer + (key_scale_plane[0] + kv_head.to(tl.int64) * key_scale_plane[3])
+    value_scales = buffer
+    if value_scale_plane is not None:
+        value_scales = buffer + (value_scale_plane[0] + kv_head.to(tl.int64) * value_scale_plane[3])
     table = page_table + b.to(tl.int64) * page_table_stride
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    acc_odd = l
+    if PACKED:
+        acc = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    unit = l
     if sinks is not None:  # one more logit, in the first split alone
         with_sink = valid & (b < batch) & (split == 0)
         m = tl.load(sinks + head, mask=with_sink, other=float("-inf")).to(tl.float32) * LOG2E
@@ -327,16 +254,22 @@ def _attention(
             part_begin = right
             part_end = end
         if WINDOW or part > 0:
-            acc, m, l = _attend(
-                acc, m, l, q, position, keys, values, table,
-                key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale, softcap, slope,
+            acc, acc_odd, unit, m, l = attend(
+                acc, acc_odd, unit, m, l, q, q_odd, position, keys, values, table,
+                key_page_stride, key_token_stride, value_page_stride, value_token_stride,
+                key_scales, value_scales, key_scale_plane, value_scale_plane, scale, softcap, slope,
                 bias, bias_rows, bias_valid, bias_key_stride, bias_keys, window, lo, hi, part_begin, part_end,
-                part != 1, SAME_STRIDES, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None,
+                part != 1, PACKED, ASM, SAME_STRIDES, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None,
                 KEY_DTYPE, VALUE_DTYPE, VALUE_DOT_DTYPE, PAGE_SIZE, DIM_K, DIM_V, BLOCK_K, BLOCK_V, BLOCK_N,
             )  # fmt: skip
 
     # l is 0 only where nothing was seen, and then acc is 0 and m -inf
-    acc = acc * (out_scale / tl.where(l == 0, 1.0, l))[:, None]
+    factor = out_scale / tl.where(l == 0, 1.0, l)
+    if value_scale_plane is not None:
+        factor *= unit
+    if PACKED:
+        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_V])
+    acc = acc * factor[:, None]
     out_row = t * num_heads + head
     if SPLIT:
         out_row += split.to(tl.int64) * num_queries * num_heads
@@ -349,6 +282,8 @@ def _attention(
 
 def attention(a: Attention) -> tuple[Tensor, Tensor]:
     """`pm_ops::attention`: one launch, or two where the KV axis is split. `impl` was chosen by the operator."""
+    if attention_hopper.takes(a):
+        return attention_hopper.attention(a)
     tokens, q_heads, dim = a.query.shape
     out = a.query.new_empty((tokens, q_heads, a.value_dim))
     lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)
@@ -373,6 +308,8 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
             bias,
             a.key_scale_tensor,
             a.value_scale_tensor,
+            None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
+            None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
             partial,
             partial_lse if has_lse else None,
             a.softmax_scale if a.key_scale_tensor is not None else a.softmax_scale * a.key_scale,
@@ -382,6 +319,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
             tokens // max(a.seq_lens.shape[0], 1),
             a.seq_lens.shape[0],
             min(a.page_table.shape[1] * a.page_size, 2**31 - 1),
+            SPLIT_KEYS if a.batch_invariant else 0,
             min(a.window, 1 << 30),
             *a.query.stride(),
             page_table.stride(0),
@@ -389,6 +327,10 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
             *a.value_plane[:4],
             *bias_strides,
             *bias_shape,
+            PACKED=p.packed,
+            ASM=a.buffer.is_cuda,
+            NORMALISE=p.key_dot == torch.float16 and a.query.dtype != torch.float16,
+            INVARIANT=a.batch_invariant,
             SAME_STRIDES=list(a.key_plane[1:3]) == list(a.value_plane[1:3]),
             CAUSAL=a.causal,
             WINDOW=a.window > 0,
@@ -404,8 +346,8 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
             HEAD_BLOCKS=p.head_blocks,
             DIM_K=dim,
             DIM_V=a.value_dim,
-            BLOCK_K=tile_dim(dim),
-            BLOCK_V=tile_dim(a.value_dim),
+            BLOCK_K=p.block_k,
+            BLOCK_V=p.block_v,
             BLOCK_M=p.block_m,
             BLOCK_Q=p.block_q,
             BLOCK_N=p.block_n,
@@ -413,7 +355,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
             num_stages=p.stages,
         )
         if p.splits > 1:
-            merge_splits(partial, partial_lse, out, lse if a.return_lse else None)
+            merge_splits(partial, partial_lse, out, lse if a.return_lse else None, a.batch_invariant)
     return out, lse
 
 

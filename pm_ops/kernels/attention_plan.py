@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ..ops.attention import Attention
 
 MAX_SPLITS = 128
+SPLIT_KEYS = 2048
+"""Keys of a split where calls are to be batch invariant: a fixed number, whatever else is in the batch."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Plan:
 
     block_m: int
     block_n: int
+    block_k: int
+    block_v: int
+    packed: bool
     heads: int
     head_blocks: int
     query_blocks: int
@@ -40,9 +45,10 @@ def plan(a: Attention) -> Plan:
     """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
     tokens, q_heads, dim = a.query.shape
     batch, group = a.seq_lens.shape[0], q_heads // a.kv_heads
-    queries = a.max_query_len if a.query_start is not None and a.max_query_len else -(-tokens // max(batch, 1))
+    queries = 4 if a.batch_invariant else queries_of(a)
     key_dot, value_dot = _dot_dtypes(a.query.dtype, a.key_dtype, a.value_dtype)
-    block_k, block_v = tile_dim(dim), tile_dim(a.value_dim)
+    packed = _packed(a)
+    block_k, block_v = tile_dim(dim, packed), tile_dim(a.value_dim, packed)
 
     # The accumulator, and a bias's tile, live in registers; fp32 without TF32 runs on the plain cores, in small tiles.
     item, widest = max(key_dot.itemsize, value_dot.itemsize), max(block_k, block_v)
@@ -55,7 +61,7 @@ def plan(a: Attention) -> Plan:
         # Decode computes little on a tile. With few threads each of them keeps more loads on their way (measured: at
         # a width of 128 two warps are up to 1.3 times faster than four, at 64 and 256 as much slower); a third stage
         # fetches page ids one tile ahead of keys and values.
-        warps, stages, block_n = 2 if block_k == block_v == 128 else 4, 3, 64
+        warps, stages, block_n = 2 if block_k == block_v == 128 else 4, 3, 128 if packed and widest <= 128 else 64
     elif block_m == 128 and widest <= 128:
         warps, stages, block_n = 8, 3, 128
     else:
@@ -69,29 +75,58 @@ def plan(a: Attention) -> Plan:
     else:
         query_blocks = tokens // block_q + batch + 1
     keys = a.page_table.shape[1] * a.page_size
-    if a.window:
-        keys = min(keys, (a.window if a.causal else 2 * a.window) + block_q)
-    programs = query_blocks * a.kv_heads * head_blocks
-    wanted = _multiprocessors(a.query.device) * (4 if block_m <= 32 else 1)
-    splits = max(1, min(wanted // max(programs, 1), -(-keys // (2 * block_n)), MAX_SPLITS))
-    return Plan(block_m, block_n, heads, head_blocks, query_blocks, splits, warps, stages, key_dot, value_dot)
+    if a.batch_invariant:
+        splits = max(-(-keys // SPLIT_KEYS), 1)
+    else:
+        keys = min(keys, a.max_seq_len or keys)
+        if a.window:
+            keys = min(keys, (a.window if a.causal else 2 * a.window) + block_q)
+        programs = query_blocks * a.kv_heads * head_blocks
+        wanted = multiprocessors(a.query.device) * (4 if block_m <= 32 else 1)
+        splits = max(1, min(wanted // max(programs, 1), -(-keys // (2 * block_n)), MAX_SPLITS))
+    return Plan(
+        block_m, block_n, block_k, block_v, packed, heads, head_blocks, query_blocks, splits, warps, stages, key_dot,
+        value_dot,
+    )  # fmt: skip
+
+
+def queries_of(a: Attention) -> int:
+    """Queries of a sequence: as many as one may have where that is known, else their mean."""
+    if a.query_start is not None and a.max_query_len:
+        return a.max_query_len
+    return -(-a.query.shape[0] // max(a.seq_lens.shape[0], 1))
 
 
 def _dot_dtypes(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """The operand types of Q @ K and P @ V, such that no operand but P is rounded; fp8 is exact in any of them."""
+    """The operand types of Q @ K and P @ V, such that no operand but P is rounded.
+
+    float16 holds every value of the 8-bit types, and the hardware converts to it in one instruction, to bfloat16 in
+    several; what is not sure to be in its range, bfloat16 queries and P times scales, is brought there by the kernel.
+    """
     if query == torch.float32:
         return torch.float32, torch.float32
-    key_dot = query if key in (query, torch.float8_e4m3fn, torch.float8_e5m2) else torch.float32
-    return key_dot, query if value.itemsize == 1 else value
+    key_dot = torch.float16 if key.itemsize == 1 else query if key == query else torch.float32
+    return key_dot, torch.float16 if value.itemsize == 1 else value
 
 
-def tile_dim(dim: int) -> int:
-    """Columns of a tile that holds rows of `dim` elements: a power of two, and enough for tl.dot."""
-    return max(triton.next_power_of_2(dim), 16)
+def _packed(a: Attention) -> bool:
+    """Whether 8-bit rows are read as words of two elements: 16-bit queries, and every word at a multiple of 2 bytes."""
+    return (
+        a.key_dtype.itemsize == a.value_dtype.itemsize == 1
+        and a.query.dtype.itemsize == 2
+        and not any(n % 2 for plane in (a.key_plane, a.value_plane) for n in plane[:4])
+        and not any(n % 2 for n in (a.query.shape[2], a.value_dim, a.buffer.data_ptr()))
+    )
+
+
+def tile_dim(dim: int, packed: bool = False) -> int:
+    """Columns of a tile that holds rows of `dim` elements: a power of two, enough for tl.dot, in halves if packed."""
+    return max(triton.next_power_of_2(dim), 32 if packed else 16)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
     if device.type != "cuda":
         return 4  # the interpreter: few, so that small tests cover calls with and without splits
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,11 +18,13 @@ TRITON_DTYPE = {
     torch.bfloat16: tl.bfloat16,
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
+    torch.int8: tl.int8,
 }
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with exp2, the hardware's exponential
 LN2 = tl.constexpr(0.6931471805599453)
 # Casts to these saturate; 0.0 stands for a plain cast.
-SATURATES = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+SATURATES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+ROUND = tl.constexpr(1.5 * 2**23)  # x + ROUND - ROUND is x rounded to an integer, to nearest even, for |x| < 2^22
 
 
 @triton.jit
@@ -33,13 +35,26 @@ def slot_offset(page, token, page_stride, token_stride):
 
 @triton.jit
 def cast_to(x, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
-    """Round to nearest even; with a LIMIT clamp first, so that infinities and overflow saturate and NaN stays NaN."""
+    """Round to nearest even; with a LIMIT clamp first, so that infinities and overflow saturate and NaN stays NaN.
+
+    int8 has no NaN: -128, which no number gives, stands for it.
+    """
     if LIMIT > 0:
         x = x.to(tl.float32)
         x = tl.where(x > LIMIT, LIMIT, x)
         x = tl.where(x < -LIMIT, -LIMIT, x)
     if x.dtype == tl.float64:
         x = x.to(tl.float32)  # there is no conversion from fp64 to the narrow types
+    if tl.int8 == DTYPE:
+        x = tl.where(x == x, (x + ROUND) - ROUND, -128.0)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def decoded(x, DTYPE: tl.constexpr, OWN: tl.constexpr):
+    """Stored elements as numbers. In int8 -128 stands for NaN; where rows have scales of their OWN, those tell."""
+    if x.dtype == tl.int8 and not OWN:
+        x = tl.where(x == -128, float("nan"), x.to(tl.float32))
     return x.to(DTYPE)
 
 

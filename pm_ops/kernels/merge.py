@@ -93,10 +93,17 @@ def merge_attention(a: MergeAttention) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def merge_splits(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    """Join `partial [splits, T, H, D]` (fp32) by `partial_lse [splits, T, H]` into `out [T, H, D]` and `lse [T, H]`."""
+INVARIANT_SPLITS = 256
+"""Most splits that can be joined such that empty ones behind the others change no bit."""
+
+
+def merge_splits(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor | None, invariant: bool) -> None:
+    """Join `partial [splits, T, H, D]` (fp32) by `partial_lse [splits, T, H]` into `out [T, H, D]` and `lse [T, H]`.
+
+    The order of the sums follows from the number of splits, rounded up; `invariant`: from nothing.
+    """
     num_splits, rows, dim = partial.shape[0], out.shape[0] * out.shape[1], out.shape[2]
-    block = min(triton.next_power_of_2(dim), 64)
+    block = min(triton.next_power_of_2(dim), 32 if invariant else 64)
     _merge_splits[(rows, triton.cdiv(dim, block))](
         partial,
         partial_lse,
@@ -105,7 +112,7 @@ def merge_splits(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor 
         rows,
         num_splits,
         DIM=dim,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=INVARIANT_SPLITS if invariant else triton.next_power_of_2(num_splits),
         BLOCK=block,
         num_warps=4,
     )

@@ -1,9 +1,9 @@
 """rope_store_kv: query and key rotated, key and value stored, in one launch.
 
-A row is one head of one token. The programs of a launch are shared out, in this order, to the rows of query, of key and
-of value, ROWS a program whatever the number of heads. A row's pairs are loaded as two tiles, the first elements and the
-second ones, and what is not rotated as a third. Products must not be fused into sums, or the result would not be that
-of a rotation by separate operators: the launch asks the compiler for that (`enable_fp_fusion`).
+The programs of a launch are shared out, in this order, to the rows of query, of key and of value. A row's pairs are
+loaded as two tiles, the first elements and the second ones, and what is not rotated as a third. Products must not be
+fused into sums, or the result would not be that of a rotation by separate operators: the launch asks the compiler for
+that (`enable_fp_fusion`).
 """
 
 from __future__ import annotations
@@ -15,39 +15,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import SATURATES, TRITON_DTYPE, cast_to, on_device, slot_offset
+from .common import SATURATES, TRITON_DTYPE, on_device
+from .rows import (
+    cells_of,
+    largest,
+    load_row,
+    one_scale,
+    own_scale,
+    quantised,
+    rows_of,
+    slots_of,
+    store_row,
+    store_rows,
+    store_scale,
+    tile,
+)
 
 if TYPE_CHECKING:
     from ..ops.rope import RopeStoreKV
-
-
-@triton.jit
-def _rows(block, num_tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """This program's rows, `[ROWS, 1]`, their token and head, and which of them exist."""
-    row = (block.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    return row, row // HEADS, row % HEADS, row < num_tokens * HEADS
-
-
-@triton.jit
-def _cells(
-    buffer,
-    slots,
-    t,
-    h,
-    exists,
-    num_slots,
-    capacity,
-    offset,
-    page_stride,
-    token_stride,
-    head_stride,
-    DTYPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
-    """Where in the pool the rows begin, and which of them have a slot."""
-    slot = tl.load(slots + t, mask=exists & (t < num_slots), other=-1).to(tl.int64)
-    address = offset + slot_offset(slot // PAGE_SIZE, slot % PAGE_SIZE, page_stride, token_stride) + h * head_stride
-    return (buffer + address).to(tl.pointer_type(DTYPE)), (slot >= 0) & (slot < capacity)
 
 
 @triton.jit
@@ -55,30 +40,23 @@ def _load_pairs(row, stride, exists, HALF: tl.constexpr, BLOCK: tl.constexpr, IN
     """The first and the second elements of the pairs of rows, in fp32; zeros where there are none."""
     if INTERLEAVED:  # one vectorised load, then apart
         d = tl.arange(0, 2 * BLOCK)[None, :]
-        x = tl.load(row + d.to(tl.int64) * stride, mask=exists & (d < 2 * HALF), other=0.0).to(tl.float32)
+        x = tl.load(row[:, None] + d.to(tl.int64) * stride, mask=exists[:, None] & (d < 2 * HALF), other=0.0).to(
+            tl.float32
+        )
         first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK, 2)))
     else:
         d = tl.arange(0, BLOCK)[None, :]
-        first = tl.load(row + d.to(tl.int64) * stride, mask=exists & (d < HALF), other=0.0).to(tl.float32)
-        second = tl.load(row + (d + HALF).to(tl.int64) * stride, mask=exists & (d < HALF), other=0.0).to(tl.float32)
+        first = tl.load(row[:, None] + d.to(tl.int64) * stride, mask=exists[:, None] & (d < HALF), other=0.0).to(
+            tl.float32
+        )
+        second = tl.load(
+            row[:, None] + (d + HALF).to(tl.int64) * stride, mask=exists[:, None] & (d < HALF), other=0.0
+        ).to(tl.float32)
     return first, second
 
 
 @triton.jit
-def _load_rest(row, stride, exists, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements from START on, as they are; zeros where there are none."""
-    d = START + tl.arange(0, BLOCK)[None, :]
-    return tl.load(row + d.to(tl.int64) * stride, mask=exists & (d < DIM), other=0.0)
-
-
-@triton.jit
-def _store_rest(row, x, exists, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    d = START + tl.arange(0, BLOCK)[None, :]
-    tl.store(row + d, x, mask=exists & (d < DIM))
-
-
-@triton.jit
-def _store_row(
+def _store_pairs(
     row,
     first,
     second,
@@ -92,13 +70,13 @@ def _store_row(
 ):
     if INTERLEAVED:
         d = tl.arange(0, 2 * BLOCK)[None, :]
-        tl.store(row + d, tl.interleave(first, second), mask=exists & (d < 2 * HALF))
+        tl.store(row[:, None] + d, tl.interleave(first, second), mask=exists[:, None] & (d < 2 * HALF))
     else:
         d = tl.arange(0, BLOCK)[None, :]
-        tl.store(row + d, first, mask=exists & (d < HALF))
-        tl.store(row + (d + HALF), second, mask=exists & (d < HALF))
+        tl.store(row[:, None] + d, first, mask=exists[:, None] & (d < HALF))
+        tl.store(row[:, None] + (d + HALF), second, mask=exists[:, None] & (d < HALF))
     if DIM > 2 * HALF:
-        _store_rest(row, rest, exists, 2 * HALF, DIM, REST_BLOCK)
+        store_row(row, rest, exists, 2 * HALF, DIM, REST_BLOCK)
 
 
 @triton.jit
@@ -128,36 +106,28 @@ def _rotated(
     cos, sin = _load_pairs(
         cos_sin + position * table_stride, table_dim_stride, exists & known, HALF, BLOCK, INTERLEAVED=False
     )
-    cos = tl.where(known, cos, float("nan"))
+    cos = tl.where(known[:, None], cos, float("nan"))
     first, second = _load_pairs(row, stride, exists, HALF, BLOCK, INTERLEAVED)
     rest = first  # stands for none
     if DIM > 2 * HALF:
-        rest = _load_rest(row, stride, exists, 2 * HALF, DIM, REST_BLOCK)
+        rest = load_row(row, stride, exists, 2 * HALF, DIM, REST_BLOCK)
     if weight is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if DIM > 2 * HALF:
             rest = rest.to(tl.float32)
             squares += tl.sum(rest * rest, 1)
-        one = tl.full((1, 1), 1, tl.int1)
-        first_weight, second_weight = _load_pairs(weight, 1, one, HALF, BLOCK, INTERLEAVED)
+        weights = weight + tl.zeros([1], tl.int32)  # one row, of all heads
+        one = tl.full([1], 1, tl.int1)
+        first_weight, second_weight = _load_pairs(weights, 1, one, HALF, BLOCK, INTERLEAVED)
         factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * DIM) + eps))[:, None]
         first = first * factor * (weight_offset + first_weight)
         second = second * factor * (weight_offset + second_weight)
         if DIM > 2 * HALF:
-            rest_weight = _load_rest(weight, 1, one, 2 * HALF, DIM, REST_BLOCK).to(tl.float32)
+            rest_weight = load_row(weights, 1, one, 2 * HALF, DIM, REST_BLOCK).to(tl.float32)
             rest = rest * factor * (weight_offset + rest_weight)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
     return turned_first.to(DTYPE), turned_second.to(DTYPE), rest.to(DTYPE)
-
-
-@triton.jit
-def _stored(x, scale, scale_tensor, SCALED: tl.constexpr, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
-    if SCALED:
-        if scale_tensor is not None:
-            scale = tl.load(scale_tensor).to(tl.float32)
-        x = tl.div_rn(x.to(tl.float32), scale)
-    return cast_to(x, DTYPE, LIMIT)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "capacity", "max_position"])
@@ -179,6 +149,8 @@ def _rope_store_kv(
     value_scale,
     key_scale_tensor,
     value_scale_tensor,
+    key_scale_plane,
+    value_scale_plane,
     num_tokens: tl.int64,
     num_slots: tl.int64,
     capacity: tl.int64,
@@ -226,19 +198,18 @@ def _rope_store_kv(
     query_blocks = tl.cdiv(num_tokens * QUERY_HEADS, ROWS)
     key_blocks = tl.cdiv(num_tokens * KEY_HEADS, ROWS)
     if block < query_blocks:
-        row, t, h, exists = _rows(block, num_tokens, QUERY_HEADS, ROWS)
+        row, t, h, exists = rows_of(block, num_tokens, QUERY_HEADS, ROWS)
         q_first, q_second, q_rest = _rotated(
             query + (t * query_stride + h * query_head_stride), q_weight, positions, cos_sin, t, exists,
             max_position, eps, weight_offset, query_dim_stride, table_stride, table_dim_stride,
             query.dtype.element_ty, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED,
         )  # fmt: skip
-        _store_row(query_out + row * DIM, q_first, q_second, q_rest, exists, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED)
+        _store_pairs(
+            query_out + row * DIM, q_first, q_second, q_rest, exists, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED
+        )
     elif block < query_blocks + key_blocks:
-        row, t, h, exists = _rows(block - query_blocks, num_tokens, KEY_HEADS, ROWS)
-        key_cell, stored = _cells(
-            buffer, slots, t, h, exists, num_slots, capacity,
-            key_plane_offset, key_page_stride, key_token_stride, key_plane_head_stride, KEY_DTYPE, PAGE_SIZE,
-        )  # fmt: skip
+        row, t, h, exists = rows_of(block - query_blocks, num_tokens, KEY_HEADS, ROWS)
+        page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
         if key_out is None:
             exists = stored
         k_first, k_second, k_rest = _rotated(
@@ -247,34 +218,36 @@ def _rope_store_kv(
             key.dtype.element_ty, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED,
         )  # fmt: skip
         if key_out is not None:
-            _store_row(
+            _store_pairs(
                 key_out + row * DIM, k_first, k_second, k_rest, exists, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED
             )
-        _store_row(
-            key_cell,
-            _stored(k_first, key_scale, key_scale_tensor, KEY_SCALED, KEY_DTYPE, KEY_LIMIT),
-            _stored(k_second, key_scale, key_scale_tensor, KEY_SCALED, KEY_DTYPE, KEY_LIMIT),
-            _stored(k_rest, key_scale, key_scale_tensor, KEY_SCALED, KEY_DTYPE, KEY_LIMIT),
+        OWN: tl.constexpr = key_scale_plane is not None
+        if OWN:
+            size = tl.maximum(largest(k_first), largest(k_second))
+            if DIM > 2 * HALF:
+                size = tl.maximum(size, largest(k_rest))
+            k_scale = own_scale(size, KEY_LIMIT)
+            store_scale(buffer, page, token, h, k_scale, stored, key_scale_plane)
+        else:
+            k_scale = one_scale(key_scale, key_scale_tensor)
+        _store_pairs(
+            cells_of(
+                buffer, page, token, h,
+                key_plane_offset, key_page_stride, key_token_stride, key_plane_head_stride, KEY_DTYPE,
+            ),
+            quantised(k_first, k_scale, KEY_SCALED, OWN, KEY_DTYPE, KEY_LIMIT),
+            quantised(k_second, k_scale, KEY_SCALED, OWN, KEY_DTYPE, KEY_LIMIT),
+            quantised(k_rest, k_scale, KEY_SCALED, OWN, KEY_DTYPE, KEY_LIMIT),
             stored, DIM, HALF, BLOCK, REST_BLOCK, INTERLEAVED,
         )  # fmt: skip
     else:
-        row, t, h, exists = _rows(block - query_blocks - key_blocks, num_slots, VALUE_HEADS, ROWS)
-        value_cell, stored = _cells(
-            buffer, slots, t, h, exists, num_slots, capacity,
-            value_plane_offset, value_page_stride, value_token_stride, value_plane_head_stride, VALUE_DTYPE, PAGE_SIZE,
+        store_rows(
+            buffer, value, slots, value_scale, value_scale_tensor, value_scale_plane,
+            block - query_blocks - key_blocks, num_slots, capacity,
+            value_stride, value_head_stride, value_dim_stride,
+            value_plane_offset, value_page_stride, value_token_stride, value_plane_head_stride,
+            VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT, PAGE_SIZE, VALUE_HEADS, VALUE_DIM, VALUE_BLOCK, ROWS,
         )  # fmt: skip
-        x = _load_rest(
-            value + (t * value_stride + h * value_head_stride), value_dim_stride, stored, 0, VALUE_DIM, VALUE_BLOCK
-        )
-        v = _stored(x, value_scale, value_scale_tensor, VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT)
-        _store_rest(value_cell, v, stored, 0, VALUE_DIM, VALUE_BLOCK)
-
-
-def _tile(num_tokens: int, dim: int) -> tuple[int, int]:
-    """ROWS and warps: small programs while there are few tokens, then enough to hide the latency of loads."""
-    block = triton.next_power_of_2(dim)
-    rows = max((1024 if num_tokens <= 512 else 4096) // block, 1)
-    return rows, min(max(rows * block // 256, 1), 8)
 
 
 def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
@@ -285,7 +258,8 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
     num_tokens, query_heads, dim = query.shape
     num_slots, key_heads, (_, value_heads, value_dim) = a.slots.shape[0], key.shape[1], value.shape
     half = a.cos_sin.shape[1] // 2
-    rows, warps = _tile(num_tokens, max(dim, value_dim))
+    planes = (a.key_plane, a.value_plane, a.key_scale_plane, a.value_scale_plane)
+    _, rows, warps = tile(num_tokens, max(dim, value_dim))
     programs = (
         triton.cdiv(num_tokens * query_heads, rows)
         + triton.cdiv(num_tokens * key_heads, rows)
@@ -312,9 +286,11 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
             a.value_scale,
             a.key_scale_tensor,
             a.value_scale_tensor,
+            None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
+            None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
             num_tokens,
             num_slots,
-            min(a.key_plane[4], a.value_plane[4]) * a.page_size,
+            min(p[4] for p in planes if p is not None) * a.page_size,
             a.cos_sin.shape[0],
             *query.stride(),
             *key.stride(),

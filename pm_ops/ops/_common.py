@@ -18,8 +18,11 @@ from torch import Tensor
 
 from ..layout import dtype_name
 
-PLANE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+PLANE_DTYPES = (*ROW_DTYPES, torch.int8)
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+"""The 8-bit dtypes, which saturate, and the largest number that is stored in each."""
+TINY = torch.finfo(torch.float32).tiny
 INDEX_DTYPES = (torch.int32, torch.int64)
 CHECKS = os.environ.get("PM_OPS_CHECKS", "0") not in ("", "0")
 """Whether index *values* are checked on CUDA too, by device asserts (environment variable ``PM_OPS_CHECKS=1``)."""
@@ -188,8 +191,29 @@ def require_plane(
             )
 
 
-def require_scale(name: str, scale: float, tensor: Tensor | None, device: torch.device) -> None:
-    """A float scale is positive and finite after rounding to fp32; a tensor is one fp32 element, its value trusted."""
+def require_scale(
+    name: str,
+    scale: float,
+    tensor: Tensor | None,
+    plane: Sequence[int] | None,
+    of: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """The scale of a plane of dtype ``of``: a float, a tensor or a plane of scales, one of them.
+
+    A float is positive and finite after rounding to fp32; a tensor is one fp32 element, its value trusted.
+    """
+    if plane is not None:
+        if tensor is not None or scale != 1.0:
+            raise ValueError(f"{name} and {name}_plane were both given; rows have scales of their own, or share one")
+        if of not in LARGEST:
+            supported, got = ", ".join(map(dtype_name, LARGEST)), dtype_name(of) if of else "no rows"
+            raise ValueError(f"{name}_plane goes with a plane of {supported}; got {got}")
+        return
+    if of == torch.int8 and tensor is None and scale == 1.0:
+        raise ValueError(
+            f"int8 needs scales: pass {name}, or use a layout with scales=True, which has one for each token and head"
+        )
     if tensor is not None:
         if tensor.dtype != torch.float32 or tensor.numel() != 1:
             raise ValueError(f"{name}_tensor must be one float32 element, got {describe(tensor)}")
@@ -230,6 +254,12 @@ def scale_value(scale: float, tensor: Tensor | None) -> float | Tensor:
     return scale if tensor is None else tensor.reshape(())
 
 
+def require_scale_plane(name: str, nbytes: int, plane: Sequence[int] | None, page_size: int, heads: int) -> None:
+    """A plane of scales, where there is one, is one of fp32 ``(heads, 1)`` in the buffer."""
+    if plane is not None:
+        require_plane(name, nbytes, plane, page_size, heads, 1, torch.float32)
+
+
 def plane_view(
     buffer: Tensor, plane: Sequence[int], page_size: int, heads: int, dim: int, dtype: torch.dtype
 ) -> Tensor:
@@ -247,13 +277,40 @@ def bits(x: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """``x / scale`` in fp32, rounded to nearest even; fp8 saturates (inf to the largest value) and keeps NaN."""
+    """``x / scale`` in fp32, rounded to nearest even; 8 bits saturate (inf to the largest value), NaN stays NaN.
+
+    int8 has no NaN: -128, which no number gives, stands for it.
+    """
     if isinstance(scale, Tensor) or scale != 1.0:
         x = x.float() / torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    if dtype in FP8_DTYPES:
-        limit = torch.finfo(dtype).max
-        x = x.float().clamp(-limit, limit)
+    if dtype in LARGEST:
+        x = x.float().clamp(-LARGEST[dtype], LARGEST[dtype])
+    if dtype == torch.int8:
+        x = torch.where(x.isnan(), -128.0, x.round())
     return x.to(dtype)
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows ``[..., dim]`` as 8 bits, and the float32 scale ``[..., 1]`` of each.
+
+    The scale is the row's largest magnitude over the dtype's largest number, but at least the smallest normal float32,
+    so that the quotient never overflows, and 1 for a row of zeros. A row with a NaN or an infinity has no scale: it is
+    stored as zeros with a scale of NaN, and reads as NaN.
+    """
+    size = x.float().abs().amax(-1, keepdim=True)
+    finite = size.isfinite()
+    scale = (size / torch.tensor(LARGEST[dtype], device=x.device)).clamp(min=TINY)
+    scale = torch.where(finite & (size > 0), scale, 1.0)
+    stored = quantise(torch.where(finite, x.float(), 0.0), dtype, scale)
+    return stored, torch.where(finite, scale, torch.nan)
+
+
+def dequantise(x: Tensor, scale: float | Tensor, scales: Tensor | None = None) -> Tensor:
+    """Stored rows ``[..., heads, dim]`` in float32, by one scale or by ``scales [..., heads, 1]``."""
+    if scales is not None:
+        return x.float() * scales
+    y = x.float()
+    return (torch.where(x == -128, torch.nan, y) if x.dtype == torch.int8 else y) * scale
 
 
 def describe(t: Tensor) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._common import (
     define,
+    dequantise,
     describe,
     either,
     kernel,
@@ -22,11 +23,13 @@ from ._common import (
     require_no_grad,
     require_plane,
     require_scale,
+    require_scale_plane,
     require_values,
     scale_value,
 )
 
 IMPLEMENTATIONS = ("auto", "triton", "reference")
+BATCH_INVARIANT_KEYS = 524288
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -54,8 +57,13 @@ class Attention:
         bias: bool (True: visible) or floating point (added; -inf: hidden), ``[B or 1, Hq or 1, Lq or 1, S]`` with any
             strides, ``Lq`` being the most query tokens of one sequence; row ``i`` is the ``i``-th query of its own
             sequence, column ``j`` its key ``j``. Keys past ``S`` are hidden.
-        key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device.
+        key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device, or
+            ``*_plane``, a plane of float32 ``(kv_heads, 1)`` with the scale of each token and head.
         max_query_len: 0 or an upper bound of the query tokens of one sequence: a hint for choosing a kernel.
+        max_seq_len: 0 or about the most keys of one sequence, a hint for dividing the work where ``page_table`` is much
+            wider. Neither hint changes what is computed.
+        batch_invariant: a row's result, to the bit, follows from its query and its keys alone, whatever else is in the
+            call. Slower, by Triton only, and for tables of at most ``BATCH_INVARIANT_KEYS`` keys.
         return_lse: also return the log-sum-exp of every query row.
         impl: ``"triton"``, ``"reference"`` (plain torch; synchronises on CUDA) or ``"auto"``: triton on CUDA,
             reference on CPU.
@@ -91,6 +99,10 @@ class Attention:
     max_query_len: int = 0
     return_lse: bool = False
     impl: str = "auto"
+    key_scale_plane: Sequence[int] | None = None
+    value_scale_plane: Sequence[int] | None = None
+    batch_invariant: bool = False
+    max_seq_len: int = 0
 
     def check(self) -> None:
         if torch.is_grad_enabled():
@@ -127,19 +139,25 @@ class Attention:
         require_plane(
             "value", nbytes, self.value_plane, self.page_size, self.kv_heads, self.value_dim, self.value_dtype
         )
-        require_scale("key_scale", self.key_scale, self.key_scale_tensor, device)
-        require_scale("value_scale", self.value_scale, self.value_scale_tensor, device)
+        for name, scale, tensor, plane, dtype in (
+            ("key_scale", self.key_scale, self.key_scale_tensor, self.key_scale_plane, self.key_dtype),
+            ("value_scale", self.value_scale, self.value_scale_tensor, self.value_scale_plane, self.value_dtype),
+        ):
+            require_scale(name, scale, tensor, plane, dtype, device)
+            require_scale_plane(name, nbytes, plane, self.page_size, self.kv_heads)
         require(
-            self.window >= 0 and self.softcap >= 0 and self.max_query_len >= 0,
+            self.window >= 0 and self.softcap >= 0 and self.max_query_len >= 0 and self.max_seq_len >= 0,
             lambda: (
-                f"window={self.window}, softcap={self.softcap} and max_query_len={self.max_query_len} must not be "
-                "negative; 0 is none"
+                f"window={self.window}, softcap={self.softcap}, max_query_len={self.max_query_len} and "
+                f"max_seq_len={self.max_seq_len} must not be negative; 0 is none"
             ),
         )
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl={self.impl!r} is unknown; supported: {', '.join(IMPLEMENTATIONS)}")
         if self.impl == "triton" and device.type == "cpu":
             raise ValueError("impl='triton' needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'")
+        if self.batch_invariant:
+            self._check_batch_invariant(device)
         self._check_per_head("sinks", self.sinks, heads, device)
         self._check_per_head("alibi_slopes", self.alibi_slopes, heads, device)
         if self.bias is not None:
@@ -149,6 +167,17 @@ class Attention:
         extras = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes, "bias": self.bias}
         scales = {"key_scale_tensor": self.key_scale_tensor, "value_scale_tensor": self.value_scale_tensor}
         require_no_grad("attention", query=self.query, **extras, **scales)
+
+    def _check_batch_invariant(self, device: torch.device) -> None:
+        if device.type == "cpu" or self.impl == "reference":
+            raise ValueError(
+                "batch_invariant needs impl='triton' and CUDA tensors; plain torch gives no such guarantee"
+            )
+        keys = self.page_table.shape[1] * self.page_size
+        require(
+            keys <= BATCH_INVARIANT_KEYS,
+            lambda: f"batch_invariant takes page tables of at most {BATCH_INVARIANT_KEYS} keys, this one has {keys}",
+        )
 
     def _check_per_head(self, name: str, tensor: Tensor | None, heads: int, device: torch.device) -> None:
         if tensor is None:
@@ -210,7 +239,8 @@ class Attention:
             if self.window:
                 read &= first + self.page_size > (lengths - queries - self.window + 1)[:, None]
             pages = torch.where(read, table, 0)
-            limit = min(self.key_plane[4], self.value_plane[4])
+            planes = (self.key_plane, self.value_plane, self.key_scale_plane, self.value_scale_plane)
+            limit = min(plane[4] for plane in planes if plane is not None)
             require_in_range("page_table", pages, limit, "pages in the pool")
             require_values(pages >= 0, lambda: f"page_table has {int(pages.min())} where a page is read")
 
@@ -220,10 +250,10 @@ def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
     tokens, heads, key_dim = a.query.shape
     out = torch.zeros(tokens, heads, a.value_dim, device=a.query.device)
     lse = torch.full((tokens, heads), -torch.inf, device=a.query.device)
-    keys = plane_view(a.buffer, a.key_plane, a.page_size, a.kv_heads, key_dim, a.key_dtype)
-    values = plane_view(a.buffer, a.value_plane, a.page_size, a.kv_heads, a.value_dim, a.value_dtype)
     key_scale = scale_value(a.key_scale, a.key_scale_tensor)
     value_scale = scale_value(a.value_scale, a.value_scale_tensor)
+    key = (a.key_plane, key_dim, a.key_dtype, key_scale, a.key_scale_plane)
+    value = (a.value_plane, a.value_dim, a.value_dtype, value_scale, a.value_scale_plane)
     lengths, batch = a.seq_lens.tolist(), a.seq_lens.shape[0]
     uniform = tokens // max(batch, 1)
     starts = [b * uniform for b in range(batch + 1)] if a.query_start is None else a.query_start.tolist()
@@ -235,10 +265,29 @@ def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
         first = max(oldest, 0) // a.page_size  # pages before every query's window may be gone
         table = a.page_table[b, first : -(-lengths[b] // a.page_size)].long()
         length = max(lengths[b] - first * a.page_size, 0)
-        k = keys[table].reshape(-1, a.kv_heads, key_dim)[:length].float() * key_scale
-        v = values[table].reshape(-1, a.kv_heads, a.value_dim)[:length].float() * value_scale
+        k, v = _rows(a, table, length, *key), _rows(a, table, length, *value)
         out[rows], lse[rows] = _attend(a, b, first * a.page_size, a.query[rows].float(), k, v)
     return out.to(a.query.dtype), lse if a.return_lse else lse.new_empty(0)
+
+
+def _rows(
+    a: Attention,
+    table: Tensor,
+    length: int,
+    plane: Sequence[int],
+    dim: int,
+    dtype: torch.dtype,
+    scale: float | Tensor,
+    scale_plane: Sequence[int] | None,
+) -> Tensor:
+    """A sequence's first ``length`` rows of a plane, ``[length, kv_heads, dim]`` float32."""
+
+    def stored(plane: Sequence[int], dim: int, dtype: torch.dtype) -> Tensor:
+        pages = plane_view(a.buffer, plane, a.page_size, a.kv_heads, dim, dtype)[table]
+        return pages.reshape(-1, a.kv_heads, dim)[:length]
+
+    scales = None if scale_plane is None else stored(scale_plane, 1, torch.float32)
+    return dequantise(stored(plane, dim, dtype), scale, scales)
 
 
 def _attend(a: Attention, b: int, first: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,7 +319,7 @@ def _attend(a: Attention, b: int, first: int, q: Tensor, k: Tensor, v: Tensor) -
     p = torch.exp(logits - shift)
     total = p.sum(-1, keepdim=True)
     lse = (shift + torch.log(total)).squeeze(-1)
-    p = torch.where(total > 0, p / total, 0.0)[..., : k.shape[0]]
+    p = torch.where(total == 0, 0.0, p / total)[..., : k.shape[0]]
     seen = visible.reshape(a.kv_heads, group * n, -1).any(1)  # a key nobody sees: 0 * NaN must not leak
     v = torch.where(seen[..., None], v.transpose(0, 1), 0.0)
     out = (p.reshape(a.kv_heads, group * n, -1) @ v).view(heads, n, -1)
@@ -307,7 +356,8 @@ define(
     "ScalarType value_dtype, float softmax_scale, bool causal=True, SymInt window=0, float softcap=0.0, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None, float key_scale=1.0, float value_scale=1.0, "
     "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, "
-    'str impl="auto") -> (Tensor, Tensor)',
+    'str impl="auto", SymInt[]? key_scale_plane=None, SymInt[]? value_scale_plane=None, '
+    "bool batch_invariant=False, SymInt max_seq_len=0) -> (Tensor, Tensor)",
     Attention,
     fake=_attention_fake,
     cpu=attention_reference,

@@ -19,7 +19,7 @@ from ._common import (
     require_no_grad,
     require_values,
 )
-from .store import StoreKV, _store_kv_cpu
+from .store import StoreKV, store_rows
 
 ROTATED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TABLE_DTYPES = (*ROTATED_DTYPES, torch.float64)
@@ -30,8 +30,8 @@ class RopeStoreKV:
     """Arguments of ``pm_ops::rope_store_kv``.
 
     Args:
-        buffer, value, slots, key_plane, value_plane, page_size, key_dtype, value_dtype, key_scale, value_scale and
-            their tensors: as in :class:`StoreKV`, which stores the rotated key and the value as it came.
+        buffer, value, slots, key_plane, value_plane, page_size, key_dtype, value_dtype, key_scale, value_scale, their
+            tensors and their planes: as in :class:`StoreKV`, which stores the rotated key and the value as it came.
         query, key: ``[T, Hq, D]`` and ``[T, Hk, D]``, float32, float16 or bfloat16, any strides. All T rows are
             rotated, those past the slots and those of slots < 0 too. ``value`` has T rows as well.
         positions: int32 or int64 ``[T]``, the row of ``cos_sin`` of each token. One that ``cos_sin`` has not is
@@ -79,6 +79,8 @@ class RopeStoreKV:
     key_scale_tensor: Tensor | None = None
     value_scale_tensor: Tensor | None = None
     return_key: bool = False
+    key_scale_plane: Sequence[int] | None = None
+    value_scale_plane: Sequence[int] | None = None
 
     def store_of(self, key: Tensor) -> StoreKV:
         """The store that comes after the rotation."""
@@ -96,6 +98,8 @@ class RopeStoreKV:
             self.value_scale,
             self.key_scale_tensor,
             self.value_scale_tensor,
+            self.key_scale_plane,
+            self.value_scale_plane,
         )
 
     def check(self) -> None:
@@ -180,7 +184,7 @@ def _rotated(a: RopeStoreKV, x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _rope_store_kv_cpu(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
     query, key = _rotated(a, a.query, a.q_weight), _rotated(a, a.key, a.k_weight)
-    _store_kv_cpu(a.store_of(key))
+    store_rows(a.store_of(key))
     return query, key if a.return_key else key.new_empty(0)
 
 
@@ -194,7 +198,7 @@ define(
     "SymInt[] key_plane, SymInt[] value_plane, SymInt page_size, ScalarType key_dtype, ScalarType value_dtype, "
     "bool interleaved=False, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-06, float weight_offset=0.0, "
     "float key_scale=1.0, float value_scale=1.0, Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, "
-    "bool return_key=False) -> (Tensor, Tensor)",
+    "bool return_key=False, SymInt[]? key_scale_plane=None, SymInt[]? value_scale_plane=None) -> (Tensor, Tensor)",
     RopeStoreKV,
     fake=_rope_store_kv_fake,
     cpu=_rope_store_kv_cpu,

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layout import dtype_name
 from ._common import (
-    PLANE_DTYPES,
+    ROW_DTYPES,
     bits,
     define,
+    dequantise,
     describe,
     plane_view,
     quantise,
+    quantise_rows,
     require,
     require_buffer,
     require_device,
@@ -25,6 +28,7 @@ from ._common import (
     require_no_grad,
     require_plane,
     require_scale,
+    require_scale_plane,
     scale_value,
 )
 
@@ -33,9 +37,17 @@ from ._common import (
 class StoreKV:
     """Arguments of ``pm_ops::store_kv``: rows ``[T, H, D]`` to ``slots [N]``, N <= T; rows past N are padding.
 
-    slot < 0 is skipped; slot >= capacity, the smaller one of the two planes, is never written (and refused where values
-    are checked). Stored is ``x / scale`` rounded to nearest even; fp8 saturates, NaN stays NaN. Where a slot is named
-    twice, which row wins is unspecified (and refused where values are checked).
+    slot < 0 is skipped; slot >= capacity, the smallest one of the planes, is never written (and refused where values
+    are checked). Where a slot is named twice, which row wins is unspecified (and refused where values are checked).
+
+    Stored is ``x / scale`` in float32, rounded to nearest even; fp8 and int8 (-127 to 127) saturate. The scale is
+
+    - one for the whole tensor, 1 unless given; int8 needs one. NaN stays NaN; in int8, which has none, -128 stands for
+      it, here as in ``load_kv`` and ``attention``;
+    - with ``key_scale_plane`` or ``value_scale_plane``, float32 ``(heads, 1)``, for fp8 and int8: one for each token
+      and head, taken from its row and written to that plane: the row's largest magnitude over 448 (e4m3fn), 57344
+      (e5m2) or 127 (int8), at least 2^-126, the smallest normal float32, and 1 for a row of zeros. A row with a NaN or
+      an infinity is stored as zeros with a scale of NaN, and so reads as NaN throughout.
     """
 
     buffer: Tensor
@@ -51,6 +63,8 @@ class StoreKV:
     value_scale: float = 1.0
     key_scale_tensor: Tensor | None = None
     value_scale_tensor: Tensor | None = None
+    key_scale_plane: Sequence[int] | None = None
+    value_scale_plane: Sequence[int] | None = None
 
     def check(self) -> None:
         if torch.is_grad_enabled():
@@ -61,10 +75,18 @@ class StoreKV:
         require_indices("slots", self.slots, device)
         if self.key is None and self.value is None:
             raise ValueError("store_kv needs a key, a value, or both; got neither")
-        self._check_rows("key", self.key, self.key_plane, self.key_dtype, device, nbytes)
-        self._check_rows("value", self.value, self.value_plane, self.value_dtype, device, nbytes)
-        require_scale("key_scale", self.key_scale, self.key_scale_tensor, device)
-        require_scale("value_scale", self.value_scale, self.value_scale_tensor, device)
+        for name, rows, plane, dtype, scale, tensor, scale_plane in self.sides():
+            self._check_rows(name, rows, plane, dtype, device, nbytes)
+            require_scale(f"{name}_scale", scale, tensor, scale_plane, dtype, device)
+            if rows is not None:
+                require_scale_plane(f"{name}_scale", nbytes, scale_plane, self.page_size, rows.shape[1])
+
+    def sides(self) -> tuple[tuple[Any, ...], ...]:
+        """Name, rows, plane, dtype, scale, scale tensor and scale plane, of the key and of the value."""
+        key = (self.key, self.key_plane, self.key_dtype, self.key_scale, self.key_scale_tensor, self.key_scale_plane)
+        value = (self.value, self.value_plane, self.value_dtype)
+        value_scale = (self.value_scale, self.value_scale_tensor, self.value_scale_plane)
+        return ("key", *key), ("value", *value, *value_scale)
 
     def _check_rows(
         self,
@@ -79,8 +101,8 @@ class StoreKV:
             raise ValueError(f"{name}, {name}_plane and {name}_dtype come together or not at all")
         if rows is None or plane is None or dtype is None:
             return
-        if rows.dim() != 3 or rows.dtype not in PLANE_DTYPES:
-            supported = ", ".join(map(dtype_name, PLANE_DTYPES))
+        if rows.dim() != 3 or rows.dtype not in ROW_DTYPES:
+            supported = ", ".join(map(dtype_name, ROW_DTYPES))
             raise ValueError(f"{name} must be rows [tokens, heads, dim] of {supported}, got {describe(rows)}")
         require_device(name, rows, device)
         tokens, heads, dim = rows.shape
@@ -89,32 +111,41 @@ class StoreKV:
         require_plane(name, nbytes, plane, self.page_size, heads, dim, dtype)
 
     def check_values(self) -> None:
-        for plane in (self.key_plane, self.value_plane):
+        for plane in (self.key_plane, self.value_plane, self.key_scale_plane, self.value_scale_plane):
             if plane is not None:
                 require_in_range("slots", self.slots, plane[4] * self.page_size, "slots in the pool")
         require_distinct("slots", self.slots)
 
 
-def _store_kv_cpu(a: StoreKV) -> None:
+def store_rows(a: StoreKV) -> None:
+    """The CPU kernel: the specification of every store."""
     kept = (a.slots >= 0).nonzero().squeeze(1)
     page, token = a.slots[kept] // a.page_size, a.slots[kept] % a.page_size
-    for rows, plane, dtype, scale in (
-        (a.key, a.key_plane, a.key_dtype, scale_value(a.key_scale, a.key_scale_tensor)),
-        (a.value, a.value_plane, a.value_dtype, scale_value(a.value_scale, a.value_scale_tensor)),
-    ):
-        if rows is not None and plane is not None and dtype is not None:
-            cells = plane_view(a.buffer, plane, a.page_size, rows.shape[1], rows.shape[2], dtype)
-            bits(cells)[page, token] = bits(quantise(rows[kept], dtype, scale))
+
+    def put(plane: Sequence[int], stored: Tensor) -> None:
+        cells = plane_view(a.buffer, plane, a.page_size, stored.shape[1], stored.shape[2], stored.dtype)
+        bits(cells)[page, token] = bits(stored)
+
+    for _, rows, plane, dtype, scale, tensor, scale_plane in a.sides():
+        if rows is None:
+            continue
+        if scale_plane is None:
+            put(plane, quantise(rows[kept], dtype, scale_value(scale, tensor)))
+        else:
+            stored, scales = quantise_rows(rows[kept], dtype)
+            put(plane, stored)
+            put(scale_plane, scales)
 
 
 define(
     "store_kv",
     "(Tensor(a!) buffer, Tensor? key, Tensor? value, Tensor slots, SymInt[]? key_plane, SymInt[]? value_plane, "
     "SymInt page_size, ScalarType? key_dtype, ScalarType? value_dtype, float key_scale=1.0, float value_scale=1.0, "
-    "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None) -> ()",
+    "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, SymInt[]? key_scale_plane=None, "
+    "SymInt[]? value_scale_plane=None) -> ()",
     StoreKV,
     fake=lambda a: None,
-    cpu=_store_kv_cpu,
+    cpu=store_rows,
     cuda="store.store_kv",
 )
 
@@ -123,8 +154,9 @@ define(
 class LoadKV:
     """Arguments of ``pm_ops::load_kv``: the rows of ``slots [N]`` of one plane, fresh ``[N, heads, dim]``.
 
-    Without ``out_dtype`` the stored elements, bit for bit (scales must then be 1); with it ``stored * scale`` in fp32,
-    cast to ``out_dtype``. slot < 0 gives a row of zeros.
+    Without ``out_dtype`` the stored elements, bit for bit (no scale may be given then); with it ``stored * scale`` in
+    float32, cast to ``out_dtype``, the scale being one for all or, with ``scale_plane``, that of the token and head.
+    slot < 0 gives a row of zeros.
     """
 
     buffer: Tensor
@@ -137,16 +169,20 @@ class LoadKV:
     scale: float = 1.0
     scale_tensor: Tensor | None = None
     out_dtype: torch.dtype | None = None
+    scale_plane: Sequence[int] | None = None
 
     def check(self) -> None:
         if torch.is_grad_enabled():
             require_no_grad("load_kv", scale_tensor=self.scale_tensor)
-        device = self.buffer.device
+        device, nbytes = self.buffer.device, self.buffer.shape[0]
         require_buffer(self.buffer)
         require_indices("slots", self.slots, device)
-        require_plane("the", self.buffer.shape[0], self.plane, self.page_size, self.heads, self.dim, self.dtype)
-        require_scale("scale", self.scale, self.scale_tensor, device)
-        if self.out_dtype is None and (self.scale_tensor is not None or self.scale != 1.0):
+        require_plane("the", nbytes, self.plane, self.page_size, self.heads, self.dim, self.dtype)
+        scaled = self.scale_plane is not None or self.scale_tensor is not None or self.scale != 1.0
+        if scaled or self.out_dtype is not None:
+            require_scale("scale", self.scale, self.scale_tensor, self.scale_plane, self.dtype, device)
+        require_scale_plane("scale", nbytes, self.scale_plane, self.page_size, self.heads)
+        if self.out_dtype is None and scaled:
             raise ValueError("load_kv with a scale needs out_dtype; without it the stored elements come bit for bit")
         if self.out_dtype is not None and self.out_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(
@@ -154,7 +190,9 @@ class LoadKV:
             )
 
     def check_values(self) -> None:
-        require_in_range("slots", self.slots, self.plane[4] * self.page_size, "slots in the pool")
+        for plane in (self.plane, self.scale_plane):
+            if plane is not None:
+                require_in_range("slots", self.slots, plane[4] * self.page_size, "slots in the pool")
 
 
 def _load_kv_fake(a: LoadKV) -> Tensor:
@@ -162,19 +200,24 @@ def _load_kv_fake(a: LoadKV) -> Tensor:
 
 
 def _load_kv_cpu(a: LoadKV) -> Tensor:
-    cells = bits(plane_view(a.buffer, a.plane, a.page_size, a.heads, a.dim, a.dtype))
     slots = a.slots.clamp(min=0)
-    found = cells[slots // a.page_size, slots % a.page_size]
-    found = torch.where((a.slots >= 0)[:, None, None], found, torch.zeros_like(found)).view(a.dtype)
+
+    def rows(plane: Sequence[int], dim: int, dtype: torch.dtype) -> Tensor:
+        cells = bits(plane_view(a.buffer, plane, a.page_size, a.heads, dim, dtype))
+        found = cells[slots // a.page_size, slots % a.page_size]
+        return torch.where((a.slots >= 0)[:, None, None], found, torch.zeros_like(found)).view(dtype)
+
+    found = rows(a.plane, a.dim, a.dtype)
     if a.out_dtype is None:
         return found
-    return (found.float() * scale_value(a.scale, a.scale_tensor)).to(a.out_dtype)
+    scales = None if a.scale_plane is None else rows(a.scale_plane, 1, torch.float32)
+    return dequantise(found, scale_value(a.scale, a.scale_tensor), scales).to(a.out_dtype)
 
 
 define(
     "load_kv",
     "(Tensor buffer, Tensor slots, SymInt[] plane, SymInt page_size, SymInt heads, SymInt dim, ScalarType dtype, "
-    "float scale=1.0, Tensor? scale_tensor=None, ScalarType? out_dtype=None) -> Tensor",
+    "float scale=1.0, Tensor? scale_tensor=None, ScalarType? out_dtype=None, SymInt[]? scale_plane=None) -> Tensor",
     LoadKV,
     fake=_load_kv_fake,
     cpu=_load_kv_cpu,

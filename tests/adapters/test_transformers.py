@@ -260,6 +260,24 @@ def test_stored_bf16_of_a_fp32_model_is_the_rounded_key() -> None:
     assert torch.equal(rounded.layers[0].keys, exact.layers[0].keys.bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "step"), [(torch.int8, 1 / 254), (torch.float8_e4m3fn, 1 / 16), (torch.float8_e5m2, 1 / 8)], ids=str
+)
+def test_an_8_bit_cache_keeps_a_scale_for_each_token_and_head(dtype: torch.dtype, step: float) -> None:
+    """Keys are within half a step of each row's largest; the finer the step, the nearer are the logits."""
+    model, inputs = llama(), ragged((5, 5))
+    exact, small = poisoned(model), PageMajorCache.for_model(model, 64, 4, dtype=dtype)
+    fill_nan(small.pool.buffer)
+    want = on_pages(model, inputs, exact, **{**HOW, "max_new_tokens": 1})
+    got = on_pages(model, inputs, small, **{**HOW, "max_new_tokens": 1})
+    keys, stored = exact.layers[0].keys[:, :, :5], small.layers[0].keys[:, :, :5]
+    size = keys.abs().amax(-1, keepdim=True)
+    assert 0 < ((stored - keys).abs() / size).max() <= 1.001 * step
+    error = (got.logits[0] - want.logits[0]).norm() / want.logits[0].norm()
+    assert 0 < error < 8 * step
+    assert small.pool.layout.token_bytes < exact.pool.layout.token_bytes / 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_generate_on_the_gpu_equals_stock(num_beams: int) -> None:

@@ -135,6 +135,14 @@ def test_what_cannot_be_bound_is_refused_and_nothing_changes(arguments: dict[str
     assert not pool.buffer.any()
 
 
+def test_a_layout_that_would_quantise_what_the_model_writes_is_refused() -> None:
+    pool = PagePool(page_major(LAYERS, HEADS, DIM, PAGE, torch.int8, scales=True), 10)
+    keys = caches(40, HEADS, DIM, dtype=torch.int8)
+    with pytest.raises(ValueError, match="key cache of layer 0 would be quantised.*without scales=True"):
+        bind(pool, keys=keys)
+    assert pool.allocator.num_free == pool.num_pages and type(keys[0]) is Tensor
+
+
 def test_a_bound_cache_is_not_bound_again() -> None:
     keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
     bind(make_pool(), keys=keys, values=values)

@@ -133,31 +133,32 @@ def attention_case(
     index: torch.dtype = torch.int32,
     num_pages: int = 0,
     scales: tuple[float, float] = (1.0, 1.0),
+    own: bool = False,
     spread: float = 1.0,
     **options: Any,
 ) -> Attention:
     """A call over a pool that holds NaN everywhere but in the slots of its sequences' keys.
 
     ``queries`` an int: so many of every sequence, without ``query_start``. ``dtypes`` of query, key and value;
-    ``spare_rows`` padding rows behind the last query. ``spread`` scales the queries.
+    ``spare_rows`` padding rows behind the last query. ``spread`` scales the queries. ``own``: a scale for each token
+    and head, of rows whose sizes differ.
     """
     query_dtype, key_dtype, value_dtype = dtypes
     q_heads, kv_heads = heads
     needed = sum(-(-n // page_size) for n in lens)
-    pool = pages(
-        order,
-        page_size,
-        max(num_pages, needed + 2),
-        2,
-        {"key": (kv_heads, dims[0], key_dtype.itemsize), "value": (kv_heads, dims[1], value_dtype.itemsize)},
-        fill=NAN_BYTE,
-    )
+    rows = {"key": (kv_heads, dims[0], key_dtype.itemsize), "value": (kv_heads, dims[1], value_dtype.itemsize)}
+    if own:
+        rows |= {"key_scale": (kv_heads, 1, 4), "value_scale": (kv_heads, 1, 4)}
+    pool = pages(order, page_size, max(num_pages, needed + 2), 2, rows, fill=NAN_BYTE)
     table = scattered_table(lens, page_size, pool.num_pages, tail=tail, width=width)
     for kind, dim, dtype, scale in (("key", dims[0], key_dtype, scales[0]), ("value", dims[1], value_dtype, scales[1])):
         for b, n in enumerate(lens):
             slots = [int(table[b, j // page_size]) * page_size + j % page_size for j in range(n)]
             rows = torch.randn(n, kv_heads, dim) * scale
-            oracle.store(pool.buffer, pool.planes[1, kind], page_size, dtype, rows, slots, scale)
+            scale_plane = pool.planes.get((1, f"{kind}_scale"))
+            if own:
+                rows *= torch.rand(n, kv_heads, 1) * 2
+            oracle.store(pool.buffer, pool.planes[1, kind], page_size, dtype, rows, slots, scale, scale_plane)
     start = None
     if isinstance(queries, int):
         tokens = queries * len(lens)
@@ -181,6 +182,8 @@ def attention_case(
         return_lse=True,
         key_scale=scales[0],
         value_scale=scales[1],
+        key_scale_plane=pool.planes.get((1, "key_scale")),
+        value_scale_plane=pool.planes.get((1, "value_scale")),
         **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()},
     )
 
@@ -195,7 +198,8 @@ def check_attention(case: Attention, out: Tensor, lse: Tensor) -> None:
     assert out.dtype == case.query.dtype
     assert out.is_contiguous()
     assert lse.dtype == torch.float32
-    tolerance = TOLERANCE[out.dtype]
+    in_bf16 = case.value_scale_plane is not None and out.dtype == torch.float16  # P times scales leaves float16's range
+    tolerance = TOLERANCE[torch.bfloat16 if in_bf16 else out.dtype]
     torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-4)
 

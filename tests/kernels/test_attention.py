@@ -243,9 +243,14 @@ def test_tile_boundaries_may_fall_anywhere_in_a_sequence(device, tiles, causal):
     "name", ["decode", "prefill", "everything at once", "page size 48", "window of 4 in a prefill"]
 )
 @pytest.mark.parametrize("width", [0, 90])
-def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, name, width):
+@pytest.mark.parametrize("own", [False, True], ids=["", "own scales"])
+def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, name, width, own):
     """Of the pool the bytes of stored keys alone, of the table the entries of their pages, and nothing around it."""
-    case = attention_case("cpu", **{**CASES[name], "width": width})
+    scaled = {"own": True, "scales": (1.0, 1.0), "dtypes": (F32, torch.int8, torch.int8)} if own else {}
+    case = attention_case("cpu", **{**CASES[name], "width": width, **scaled})
+    planes = [(case.key_plane, case.key_dtype.itemsize * case.query.shape[2])]
+    planes += [(case.value_plane, case.value_dtype.itemsize * case.value_dim)]
+    planes += [(plane, 4) for plane in (case.key_scale_plane, case.value_scale_plane) if plane is not None]
     around = torch.full((case.page_table.numel() + 2000,), 2**30, dtype=torch.int32)
     around[1000:-1000] = case.page_table.flatten()
     case.page_table = around[1000:-1000].view(case.page_table.shape)
@@ -257,10 +262,10 @@ def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, n
         allowed[used : used + -(-n // case.page_size) * 4] = True
         for j in range(n):
             slot = int(case.page_table[b, j // case.page_size]) * case.page_size + j % case.page_size
-            for plane, dim in ((case.key_plane, case.query.shape[2]), (case.value_plane, case.value_dim)):
+            for plane, row_bytes in planes:
                 for head in range(case.kv_heads):
                     at = oracle.address(plane, case.page_size, slot, head)
-                    stored[at : at + 4 * dim] = True
+                    stored[at : at + row_bytes] = True
 
     read = record_reads(monkeypatch)
     attention(case)
@@ -429,7 +434,7 @@ def shapes(**options: Any) -> Attention:
 
 
 def test_splits_fill_the_device_and_no_more(monkeypatch):
-    monkeypatch.setattr(attention_plan, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
     assert plan(shapes(batch=64, tokens=64)).splits == 1
     assert 32 <= plan(shapes(width=8192)).splits <= attention_plan.MAX_SPLITS
     assert plan(shapes(width=8192, heads=(8, 1))).splits > plan(shapes(width=8192)).splits
@@ -439,7 +444,7 @@ def test_splits_fill_the_device_and_no_more(monkeypatch):
 
 
 def test_tiles_hold_any_group_and_fit(monkeypatch):
-    monkeypatch.setattr(attention_plan, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
     for group in (1, 3, 5, 7, 8, 48, 128, 200):
         for tokens in (1, 3, 5000):
             for dtype in (BF16, F32):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -25,15 +26,19 @@ def python(task: str) -> set[str]:
 
 def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
-        "_store_kv", "_load_kv", "_attention", "_merge_splits", "_merge_attention",
+        "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_merge_splits",
+        "_merge_attention",
         "_gather_pages", "_scatter_pages", "_move_slots",
     }  # fmt: skip
 
 
 def test_layers_and_batch_sizes_share_compiled_kernels():
-    """Over three layers and six numbers of tokens: attention with and without splits, and one of every other kernel."""
+    """Over three layers and six numbers of tokens: attention with and without splits, and one of every other kernel.
+
+    Once in bf16, and once in int8 with a scale for each token and head.
+    """
     variants = [line.split()[0] for line in python("variants")]
-    assert sorted(variants) == ["_attention", "_attention", "_merge_splits", "_store_kv"]
+    assert sorted(variants) == ["_attention"] * 4 + ["_merge_splits"] + ["_store_kv"] * 2
 
 
 def instead_of_launching(compile_kernels: bool) -> set[str]:
@@ -41,6 +46,7 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     target = GPUTarget("cuda", 90, 32)
@@ -48,12 +54,14 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         backend = make_backend(target)
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        options = {name: kwargs.pop(name) for name in names if name in kwargs}
         bound, specialization, _ = create_function_from_signature(self.signature, self.params, backend)(*args, **kwargs)
         seen.add(f"{self.__name__} {specialization} {options}")
         if compile_kernels:
             _, signature, constants, attributes = self._pack_args(backend, options, bound, specialization, {})
-            triton.compile(ASTSource(self, signature, constants, attributes), target=target, options=options)
+            source = GluonASTSource if self.is_gluon() else ASTSource
+            triton.compile(source(self, signature, constants, attributes), target=target, options=options)
 
     JITFunction.run = run
     return seen
@@ -62,10 +70,13 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
 def launch_every_kernel() -> None:
     import torch
     from kernels.cases import attention_case, pages
+    from kernels.test_rope import rope_case
 
+    from pm_ops.kernels import attention_hopper
     from pm_ops.kernels.attention import attention
     from pm_ops.kernels.merge import merge_attention
     from pm_ops.kernels.pages import copy_slots, gather_pages, zero_pages
+    from pm_ops.kernels.rope import rope_store_kv
     from pm_ops.kernels.store import load_kv, store_kv
     from pm_ops.ops.merge import MergeAttention
     from pm_ops.ops.pages import CopySlots, GatherPages, ZeroPages
@@ -77,6 +88,17 @@ def launch_every_kernel() -> None:
     attention(attention_case("cpu", [3], 3, dtypes=(f32, f32, bf16), dims=(32, 16), window=3, sinks=torch.zeros(4)))
     bias = {"bias": torch.ones(1, 1, 1, 8, dtype=torch.bool), "alibi_slopes": torch.ones(4), "softcap": 2.0}
     attention(attention_case("cpu", [8], [8], dtypes=(bf16, e4m3, e4m3), dims=(32, 32), **bias))
+    for dtypes in ((bf16, torch.int8, torch.int8), (f16, e5m2, e5m2), (f32, e4m3, torch.int8)):
+        attention(attention_case("cpu", [64], 1, dtypes=dtypes, own=True))
+        attention(attention_case("cpu", [3, 64], [3, 64], dtypes=dtypes, own=True, window=9))
+    attention(attention_case("cpu", [3], 1, dtypes=(bf16, torch.int8, torch.int8), scales=(0.1, 0.1)))
+
+    hopper = dict(page_size=16, dtypes=(bf16, bf16, bf16))
+    attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **hopper))
+    attention_hopper.attention(attention_case("cpu", [40], 40, dims=(64, 128), window=3, softcap=2.0, **hopper))
+    attention_hopper.attention(
+        attention_case("cpu", [40], 40, dims=(256, 256), causal=False, window=3, sinks=torch.zeros(4), **hopper)
+    )
 
     slots = torch.arange(4)
     for source, dtype in ((f32, f32), (bf16, e4m3), (f16, bf16), (torch.float64, f16), (bf16, e5m2)):
@@ -87,6 +109,17 @@ def launch_every_kernel() -> None:
         store_kv(StoreKV(pool.buffer, None, rows, slots, None, planes[1], 4, None, dtype))
         load_kv(LoadKV(pool.buffer, slots, planes[0], 4, 2, 20, dtype))
         load_kv(LoadKV(pool.buffer, slots, planes[0], 4, 2, 20, dtype, out_dtype=bf16, scale_tensor=torch.ones(1)))
+    for source, dtype in ((bf16, torch.int8), (f16, e4m3), (f32, e5m2)):
+        kinds = dict.fromkeys(("key", "value"), (2, 20, 1)) | {f"{k}_scale": (2, 1, 4) for k in ("key", "value")}
+        pool = pages("page_major", 4, 6, 1, kinds)
+        planes = {f"{kind}_plane": pool.planes[0, kind] for kind in kinds}
+        types = {"page_size": 4, "key_dtype": dtype, "value_dtype": dtype}
+        own, rows = pool.planes[0, "key_scale"], torch.zeros(4, 2, 20).to(source)
+        store_kv(StoreKV(pool.buffer, rows, rows, slots, **planes, **types))
+        load_kv(LoadKV(pool.buffer, slots, planes["key_plane"], 4, 2, 20, dtype, out_dtype=bf16, scale_plane=own))
+        rope = rope_case(heads=(4, 2, 2), dims=(20, 12, 20), rows=(source,) * 3, slots=[0, 1])
+        rope_store_kv(dataclasses.replace(rope, buffer=pool.buffer, **planes, **types))
+    rope_store_kv(rope_case(rows=(bf16,) * 3, planes=(bf16, bf16)))
     merge_attention(MergeAttention(rows, rows[..., 0].float(), rows, rows[..., 0].float()))
     gather_pages(GatherPages(pool.buffer, slots[:2], pool.region))
     zero_pages(ZeroPages(pool.buffer, slots[:2].int(), pool.region))
@@ -97,6 +130,7 @@ def decode_at_several_layers_and_batch_sizes() -> None:
     import torch
     from kernels.cases import pages
 
+    from pm_ops import PagePool, page_major
     from pm_ops.kernels.attention import attention
     from pm_ops.kernels.store import store_kv
     from pm_ops.ops.attention import Attention
@@ -114,6 +148,18 @@ def decode_at_several_layers_and_batch_sizes() -> None:
             attention(
                 Attention(pool.buffer, query, table, lens, None, *planes, 16, 8, 128, bf16, bf16, softmax_scale=1.0)
             )
+
+    layout = page_major(3, 8, 128, 16, torch.int8, scales=True)
+    scaled, types = PagePool(layout, 4), {"page_size": 16, "key_dtype": torch.int8, "value_dtype": torch.int8}
+    for layer in range(3):
+        kinds = ("key", "value", "key_scale", "value_scale")
+        own = {f"{kind}_plane": scaled.geometry(layer, kind) for kind in kinds}
+        for tokens in (1, 2, 3, 7, 8, 16):
+            query, key, value = torch.zeros(tokens, 48, 128, dtype=bf16).split([32, 8, 8], 1)
+            store_kv(StoreKV(scaled.buffer, key, value, torch.arange(tokens), **own, **types))
+            table, lens = torch.zeros(tokens, 1024, dtype=torch.int32), torch.ones(tokens, dtype=torch.int32)
+            rows = (scaled.buffer, query, table, lens, None)
+            attention(Attention(*rows, **own, **types, kv_heads=8, value_dim=128, softmax_scale=1.0))
 
 
 if __name__ == "__main__":

@@ -384,23 +384,15 @@ def test_every_variant_compiles_for_sm_90_without_fused_products_and_layers_and_
 def compile_variants() -> None:
     import triton
     from kernels.test_compile import instead_of_launching
-    from triton.runtime.jit import JITFunction
 
-    compile_for, fusion = triton.compile, [True]
+    compile_for = triton.compile
 
     def compile_checked(source: Any, target: Any, options: dict[str, Any]) -> None:
-        compiled = compile_for(source, target=target, options={**options, "enable_fp_fusion": fusion[0]})
+        compiled = compile_for(source, target=target, options=options)
         assert ".f32" in compiled.asm["ptx"] and "fma.rn.f32" not in compiled.asm["ptx"]
 
     triton.compile = compile_checked
     seen = instead_of_launching(compile_kernels=True)
-    note = JITFunction.run
-
-    def run(self: JITFunction, *args: Any, enable_fp_fusion: bool = True, **kwargs: Any) -> None:
-        fusion[0] = enable_fp_fusion
-        note(self, *args, **kwargs)
-
-    JITFunction.run = run
     half = {"rows": (F16, F16, F16), "planes": (F16, E5M2), "table": F64}
     rope_store_kv(rope_case(**half, heads=(7, 3, 3), dims=(96, 24, 80), interleaved=True, norm=True, return_key=True))
     rope_store_kv(rope_case(rows=(F32, F32, E4M3), planes=(F32, BF16), key_scale=0.5, dims=(80, 32, 80), norm=True))

@@ -6,8 +6,10 @@ import pytest
 import torch
 from kernels.cases import attention_case, check_attention
 from kernels.test_attention import CASES, MIXED
+from torch import Tensor
 
 import pm_ops
+from pm_ops.ops.attention import BATCH_INVARIANT_KEYS
 from pm_ops.testing import fill_nan, writes_only
 
 BF16 = torch.bfloat16
@@ -120,7 +122,26 @@ REFUSED = {
     "a negative cap": (lambda c: {"softcap": -1.0}, "softcap=-1.0"),
     "a zero scale": (lambda c: {"key_scale": 0.0}, "key_scale=0.0"),
     "an unknown implementation": (lambda c: {"impl": "fast"}, "supported: auto, triton, reference"),
-    "int8 planes": (lambda c: {"key_dtype": torch.int8}, "int8 is not supported"),
+    "int16 planes": (lambda c: {"key_dtype": torch.int16}, "int16 is not supported"),
+    "int8 planes without a scale": (lambda c: {"key_dtype": torch.int8}, "int8 needs scales: pass key_scale"),
+    "scales of fp32 planes": (lambda c: {"key_scale_plane": c.key_plane}, "goes with a plane of float8_e4m3fn"),
+    "a scale and scales": (
+        lambda c: {"value_dtype": torch.int8, "value_scale": 0.5, "value_scale_plane": c.value_plane},
+        "value_scale and value_scale_plane were both given",
+    ),
+    "scales past the buffer": (
+        lambda c: {"key_dtype": torch.int8, "key_scale_plane": [c.buffer.numel(), *c.key_plane[1:]]},
+        "key_scale_plane .* does not hold pages",
+    ),
+    "fewer pages of scales": (
+        lambda c: {"key_dtype": torch.int8, "key_scale_plane": [*c.key_plane[:4], 1]},
+        "there are 1 pages in the pool",
+    ),
+    "batch invariance on the CPU": (
+        lambda c: {"batch_invariant": True},
+        "batch_invariant needs impl='triton' and CUDA",
+    ),
+    "a negative longest sequence": (lambda c: {"max_seq_len": -1}, "max_seq_len=-1 must not be negative"),
     "dims the plane has not": (lambda c: {"value_dim": 4096}, "last element ends at byte"),
 }
 
@@ -131,6 +152,17 @@ def test_bad_input_is_refused_with_what_came_and_what_is_supported(name):
     changes, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call(case, **changes(case))
+
+
+def test_batch_invariance_has_a_widest_table():
+    """Checked without a GPU, on tensors of another device than the CPU."""
+    case = attention_case("cpu", [13, 30], 1)
+    tensors = {f.name: x.to("meta") for f in dataclasses.fields(case) if isinstance(x := getattr(case, f.name), Tensor)}
+    case = dataclasses.replace(case, batch_invariant=True, **tensors)
+    case.check()
+    wide = torch.empty(2, BATCH_INVARIANT_KEYS // case.page_size + 1, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="at most 524288 keys, this one has 524292"):
+        dataclasses.replace(case, page_table=wide).check()
 
 
 def test_a_page_before_every_querys_window_may_be_gone():
@@ -210,16 +242,3 @@ def test_the_face_knows_the_layers_dims():
     for dim in (4, 16):
         with pytest.raises(ValueError, match="query's last axis must be the key's"):
             pm_ops.attention(pool, 1, torch.randn(1, 4, dim), *where)
-
-
-def test_a_layout_with_scale_planes_is_refused():
-    planes = (
-        pm_ops.Plane(0, "key", 0, 16, 16, (1, 16), torch.float8_e4m3fn),
-        pm_ops.Plane(0, "value", 64, 16, 16, (1, 16), torch.float8_e4m3fn),
-        pm_ops.Plane(0, "key_scale", 128, 4, 4, (1, 1), torch.float32),
-    )
-    pool = pm_ops.PagePool(pm_ops.PageLayout(4, 144, planes), 2)
-    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="one scale a tensor"):
-        pm_ops.store_kv(pool, 0, torch.ones(1, 1, 16), None, torch.tensor([0]))
-    with pytest.raises(ValueError, match="one scale a tensor"):
-        pm_ops.attention(pool, 0, torch.ones(1, 1, 16), torch.tensor([[0]]), torch.tensor([1]))

@@ -159,7 +159,9 @@ REFUSED = {
         "k_weight is on meta",
     ),
     "heads the plane has not": (lambda c: {"key": torch.ones(7, 99, 24)}, "key_plane .* does not hold pages"),
-    "int8 planes": (lambda c: {"value_dtype": torch.int8}, "int8 is not supported"),
+    "int16 planes": (lambda c: {"value_dtype": torch.int16}, "int16 is not supported"),
+    "int8 planes without a scale": (lambda c: {"value_dtype": torch.int8}, "int8 needs scales: pass value_scale"),
+    "scales of fp32 planes": (lambda c: {"value_scale_plane": c.value_plane}, "goes with a plane of float8_e4m3fn"),
 }
 
 

@@ -182,7 +182,7 @@ def test_a_plane_that_leaves_the_buffer_is_refused():
     with pytest.raises(ValueError, match="does not hold pages"):
         torch.ops.pm_ops.load_kv(one_byte_less, torch.tensor([0]), plane, 4, 2, 8, torch.float32)
     with pytest.raises(ValueError, match="not supported"):
-        torch.ops.pm_ops.load_kv(pool.buffer, torch.tensor([0]), plane, 4, 2, 8, torch.int8)
+        torch.ops.pm_ops.load_kv(pool.buffer, torch.tensor([0]), plane, 4, 2, 8, torch.int16)
     with pytest.raises(ValueError, match="multiples of 4"):
         torch.ops.pm_ops.load_kv(pool.buffer, torch.tensor([0]), [2, *plane[1:]], 4, 2, 8, torch.float32)
 
