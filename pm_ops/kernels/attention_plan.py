@@ -62,6 +62,8 @@ def plan(a: Attention) -> Plan:
         # a width of 128 two warps are up to 1.3 times faster than four, at 64 and 256 as much slower); a third stage
         # fetches page ids one tile ahead of keys and values.
         warps, stages, block_n = 2 if block_k == block_v == 128 else 4, 3, 128 if packed and widest <= 128 else 64
+        if a.value_scale_plane is not None:
+            stages = 2  # measured: registers hold what the third would
     elif block_m == 128 and widest <= 128:
         warps, stages, block_n = 8, 3, 128
     else:

@@ -97,6 +97,7 @@ def launch_every_kernel() -> None:
     hopper = dict(page_size=16, dtypes=(bf16, bf16, bf16))
     attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **hopper))
     attention_hopper.attention(attention_case("cpu", [40], 40, dims=(64, 128), window=3, softcap=2.0, **hopper))
+    attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **(hopper | {"page_size": 1})))
     attention_hopper.attention(
         attention_case("cpu", [40], 40, dims=(256, 256), causal=False, window=3, sinks=torch.zeros(4), **hopper)
     )
