@@ -18,11 +18,13 @@ from torch import Tensor
 from .common import SATURATES, TRITON_DTYPE, on_device
 from .rows import (
     cells_of,
+    joined,
     largest,
     load_row,
     one_scale,
     own_scale,
     quantised,
+    rows_in,
     rows_of,
     slots_of,
     store_row,
@@ -36,22 +38,23 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _load_pairs(row, stride, exists, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _load_pairs(
+    row,
+    stride,
+    exists,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVICT: tl.constexpr,
+):
     """The first and the second elements of the pairs of rows, in fp32; zeros where there are none."""
     if INTERLEAVED:  # one vectorised load, then apart
-        d = tl.arange(0, 2 * BLOCK)[None, :]
-        x = tl.load(row[:, None] + d.to(tl.int64) * stride, mask=exists[:, None] & (d < 2 * HALF), other=0.0).to(
-            tl.float32
-        )
+        x = load_row(row, stride, exists, 0, 2 * HALF, 2 * BLOCK, EVICT).to(tl.float32)
         first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK, 2)))
     else:
-        d = tl.arange(0, BLOCK)[None, :]
-        first = tl.load(row[:, None] + d.to(tl.int64) * stride, mask=exists[:, None] & (d < HALF), other=0.0).to(
-            tl.float32
-        )
-        second = tl.load(
-            row[:, None] + (d + HALF).to(tl.int64) * stride, mask=exists[:, None] & (d < HALF), other=0.0
-        ).to(tl.float32)
+        first = load_row(row, stride, exists, 0, HALF, BLOCK, EVICT)
+        second = load_row(row + HALF * stride, stride, exists, 0, HALF, BLOCK, EVICT)
+        first, second = first.to(tl.float32), second.to(tl.float32)
     return first, second
 
 
@@ -101,16 +104,16 @@ def _rotated(
     INTERLEAVED: tl.constexpr,
 ):
     """First and second elements of the pairs and the rest, after norm and rotation, rounded to the rows' own dtype."""
-    position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
-    known = (position >= 0) & (position < max_position)
-    cos, sin = _load_pairs(
-        cos_sin + position * table_stride, table_dim_stride, exists & known, HALF, BLOCK, INTERLEAVED=False
-    )
-    cos = tl.where(known[:, None], cos, float("nan"))
-    first, second = _load_pairs(row, stride, exists, HALF, BLOCK, INTERLEAVED)
+    first, second = _load_pairs(row, stride, exists, HALF, BLOCK, INTERLEAVED, "evict_first")
     rest = first  # stands for none
     if DIM > 2 * HALF:
-        rest = load_row(row, stride, exists, 2 * HALF, DIM, REST_BLOCK)
+        rest = load_row(row, stride, exists, 2 * HALF, DIM, REST_BLOCK, "evict_first")
+    # Or ptxas waits for the position before it issues the rows' loads, which need none.
+    tl.debug_barrier()
+    position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
+    known = (position >= 0) & (position < max_position)
+    cos, sin = _load_pairs(cos_sin + position * table_stride, table_dim_stride, exists & known, HALF, BLOCK, False, "")
+    cos = tl.where(known[:, None], cos, float("nan"))
     if weight is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if DIM > 2 * HALF:
@@ -118,12 +121,12 @@ def _rotated(
             squares += tl.sum(rest * rest, 1)
         weights = weight + tl.zeros([1], tl.int32)  # one row, of all heads
         one = tl.full([1], 1, tl.int1)
-        first_weight, second_weight = _load_pairs(weights, 1, one, HALF, BLOCK, INTERLEAVED)
+        first_weight, second_weight = _load_pairs(weights, 1, one, HALF, BLOCK, INTERLEAVED, "")
         factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * DIM) + eps))[:, None]
         first = first * factor * (weight_offset + first_weight)
         second = second * factor * (weight_offset + second_weight)
         if DIM > 2 * HALF:
-            rest_weight = load_row(weights, 1, one, 2 * HALF, DIM, REST_BLOCK).to(tl.float32)
+            rest_weight = load_row(weights, 1, one, 2 * HALF, DIM, REST_BLOCK, "").to(tl.float32)
             rest = rest * factor * (weight_offset + rest_weight)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
@@ -190,8 +193,9 @@ def _rope_store_kv(
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    VALUE_ROWS: tl.constexpr,
 ):
     # Names of tiles are a branch's own: the branches' dtypes may differ, and a variable's type may not.
     block = tl.program_id(0)
@@ -211,7 +215,7 @@ def _rope_store_kv(
         row, t, h, exists = rows_of(block - query_blocks, num_tokens, KEY_HEADS, ROWS)
         page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
         if key_out is None:
-            exists = stored
+            exists = exists & (t < num_slots)  # and no more, so that loading the rows waits for no slot
         k_first, k_second, k_rest = _rotated(
             key + (t * key_stride + h * key_head_stride), k_weight, positions, cos_sin, t, exists,
             max_position, eps, weight_offset, key_dim_stride, table_stride, table_dim_stride,
@@ -246,7 +250,7 @@ def _rope_store_kv(
             block - query_blocks - key_blocks, num_slots, capacity,
             value_stride, value_head_stride, value_dim_stride,
             value_plane_offset, value_page_stride, value_token_stride, value_plane_head_stride,
-            VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT, PAGE_SIZE, VALUE_HEADS, VALUE_DIM, VALUE_BLOCK, ROWS,
+            VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT, PAGE_SIZE, VALUE_HEADS, VALUE_DIM, VALUE_BLOCK, VALUE_ROWS,
         )  # fmt: skip
 
 
@@ -257,13 +261,20 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
     key_out = torch.empty(key.shape if a.return_key else 0, dtype=key.dtype, device=key.device)
     num_tokens, query_heads, dim = query.shape
     num_slots, key_heads, (_, value_heads, value_dim) = a.slots.shape[0], key.shape[1], value.shape
+    (value_stride, value_head_stride, value_dim_stride), value_plane_head_stride = value.stride(), a.value_plane[3]
+    if a.value_scale_plane is None:
+        value_heads, value_dim, value_head_stride, value_plane_head_stride = joined(
+            value_heads, value_dim, value_head_stride, value_dim_stride, value_plane_head_stride, a.value_dtype.itemsize
+        )
     half = a.cos_sin.shape[1] // 2
     planes = (a.key_plane, a.value_plane, a.key_scale_plane, a.value_scale_plane)
-    _, rows, warps = tile(num_tokens, max(dim, value_dim))
+    elements, warps = tile(num_tokens)
+    value_block = triton.next_power_of_2(value_dim)
+    rows, value_rows = rows_in(elements, triton.next_power_of_2(dim)), rows_in(elements, value_block)
     programs = (
         triton.cdiv(num_tokens * query_heads, rows)
         + triton.cdiv(num_tokens * key_heads, rows)
-        + triton.cdiv(num_slots * value_heads, rows)
+        + triton.cdiv(num_slots * value_heads, value_rows)
     )
     if programs == 0:
         return query_out, key_out
@@ -294,10 +305,13 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
             a.cos_sin.shape[0],
             *query.stride(),
             *key.stride(),
-            *value.stride(),
+            value_stride,
+            value_head_stride,
+            value_dim_stride,
             *a.cos_sin.stride(),
             *a.key_plane[:4],
-            *a.value_plane[:4],
+            *a.value_plane[:3],
+            value_plane_head_stride,
             KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
             KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
             KEY_LIMIT=SATURATES.get(a.key_dtype, 0.0),
@@ -314,8 +328,9 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
             INTERLEAVED=a.interleaved,
             BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
-            VALUE_BLOCK=triton.next_power_of_2(value_dim),
             ROWS=rows,
+            VALUE_BLOCK=value_block,
+            VALUE_ROWS=value_rows,
             num_warps=warps,
             enable_fp_fusion=False,
         )

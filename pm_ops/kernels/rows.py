@@ -41,10 +41,11 @@ def cells_of(buffer, page, token, h, offset, page_stride, token_stride, head_str
 
 
 @triton.jit
-def load_row(row, stride, exists, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def load_row(row, stride, exists, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
     """Elements from START on, as they are; zeros where there are none."""
     d = START + tl.arange(0, BLOCK)[None, :]
-    return tl.load(row[:, None] + d.to(tl.int64) * stride, mask=exists[:, None] & (d < DIM), other=0.0)
+    mask = exists[:, None] & (d < DIM)
+    return tl.load(row[:, None] + d.to(tl.int64) * stride, mask=mask, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -129,7 +130,8 @@ def store_rows(
     """A program's rows `[num_slots, HEADS, DIM]` to their slots, by one scale or each by its own."""
     row, t, h, exists = rows_of(block, num_slots, HEADS, ROWS)
     page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
-    x = load_row(rows + (t * row_stride + h * row_head_stride), row_dim_stride, stored, 0, DIM, BLOCK)
+    # Whether stored or not: this load then waits for no slot.
+    x = load_row(rows + (t * row_stride + h * row_head_stride), row_dim_stride, exists, 0, DIM, BLOCK, "evict_first")
     if scale_plane is None:
         y = quantised(x, one_scale(scale, scale_tensor), SCALED, False, DTYPE, LIMIT)
     else:
@@ -140,8 +142,26 @@ def store_rows(
     store_row(cell, y, stored, 0, DIM, BLOCK)
 
 
-def tile(num_tokens: int, dim: int) -> tuple[int, int, int]:
-    """BLOCK, ROWS and warps: small programs while there are few tokens, then enough to hide the latency of loads."""
-    block = triton.next_power_of_2(dim)
-    rows = max((1024 if num_tokens <= 512 else 4096) // block, 1)
-    return block, rows, min(max(rows * block // 256, 1), 8)
+def joined(
+    heads: int, dim: int, row_head_stride: int, row_dim_stride: int, head_stride: int, itemsize: int
+) -> tuple[int, int, int, int]:
+    """Neighbouring heads that touch both in the rows and in the plane are one row, of at most 1024 elements.
+
+    Fewer rows take less arithmetic for their addresses. Strides from head to head are the rows' in elements and the
+    plane's in bytes; returns heads, dim and these two strides.
+    """
+    while (
+        heads % 2 == 0 and 2 * dim <= 1024 and row_head_stride == dim * row_dim_stride and head_stride == dim * itemsize
+    ):
+        heads, dim, row_head_stride, head_stride = heads // 2, 2 * dim, 2 * row_head_stride, 2 * head_stride
+    return heads, dim, row_head_stride, head_stride
+
+
+def tile(num_tokens: int) -> tuple[int, int]:
+    """Elements and warps of a program: many small ones while there are few tokens, then more loads for a thread."""
+    return (1024, 4) if num_tokens <= 512 else (4096, 8)
+
+
+def rows_in(elements: int, block: int) -> int:
+    """ROWS of a tile of so many elements."""
+    return max(elements // block, 1)
