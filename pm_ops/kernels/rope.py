@@ -18,13 +18,11 @@ from torch import Tensor
 from .common import SATURATES, TRITON_DTYPE, on_device
 from .rows import (
     cells_of,
-    joined,
     largest,
     load_row,
     one_scale,
     own_scale,
     quantised,
-    rows_in,
     rows_of,
     slots_of,
     store_row,
@@ -53,7 +51,7 @@ def _load_pairs(
         first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK, 2)))
     else:
         first = load_row(row, stride, exists, 0, HALF, BLOCK, EVICT)
-        second = load_row(row + HALF * stride, stride, exists, 0, HALF, BLOCK, EVICT)
+        second = load_row(row, stride, exists, HALF, 2 * HALF, BLOCK, EVICT)
         first, second = first.to(tl.float32), second.to(tl.float32)
     return first, second
 
@@ -108,7 +106,7 @@ def _rotated(
     rest = first  # stands for none
     if DIM > 2 * HALF:
         rest = load_row(row, stride, exists, 2 * HALF, DIM, REST_BLOCK, "evict_first")
-    # Or ptxas waits for the position before it issues the rows' loads, which need none.
+    # Without a barrier ptxas issues these loads, which wait for nothing, only once the position has come.
     tl.debug_barrier()
     position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
     known = (position >= 0) & (position < max_position)
@@ -193,9 +191,8 @@ def _rope_store_kv(
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    VALUE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     # Names of tiles are a branch's own: the branches' dtypes may differ, and a variable's type may not.
     block = tl.program_id(0)
@@ -215,7 +212,7 @@ def _rope_store_kv(
         row, t, h, exists = rows_of(block - query_blocks, num_tokens, KEY_HEADS, ROWS)
         page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
         if key_out is None:
-            exists = exists & (t < num_slots)  # and no more, so that loading the rows waits for no slot
+            exists = exists & (t < num_slots)  # not `stored`: the loads of rows then wait for no slot
         k_first, k_second, k_rest = _rotated(
             key + (t * key_stride + h * key_head_stride), k_weight, positions, cos_sin, t, exists,
             max_position, eps, weight_offset, key_dim_stride, table_stride, table_dim_stride,
@@ -250,7 +247,7 @@ def _rope_store_kv(
             block - query_blocks - key_blocks, num_slots, capacity,
             value_stride, value_head_stride, value_dim_stride,
             value_plane_offset, value_page_stride, value_token_stride, value_plane_head_stride,
-            VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT, PAGE_SIZE, VALUE_HEADS, VALUE_DIM, VALUE_BLOCK, VALUE_ROWS,
+            VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT, PAGE_SIZE, VALUE_HEADS, VALUE_DIM, VALUE_BLOCK, ROWS,
         )  # fmt: skip
 
 
@@ -261,20 +258,13 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
     key_out = torch.empty(key.shape if a.return_key else 0, dtype=key.dtype, device=key.device)
     num_tokens, query_heads, dim = query.shape
     num_slots, key_heads, (_, value_heads, value_dim) = a.slots.shape[0], key.shape[1], value.shape
-    (value_stride, value_head_stride, value_dim_stride), value_plane_head_stride = value.stride(), a.value_plane[3]
-    if a.value_scale_plane is None:
-        value_heads, value_dim, value_head_stride, value_plane_head_stride = joined(
-            value_heads, value_dim, value_head_stride, value_dim_stride, value_plane_head_stride, a.value_dtype.itemsize
-        )
     half = a.cos_sin.shape[1] // 2
     planes = (a.key_plane, a.value_plane, a.key_scale_plane, a.value_scale_plane)
-    elements, warps = tile(num_tokens)
-    value_block = triton.next_power_of_2(value_dim)
-    rows, value_rows = rows_in(elements, triton.next_power_of_2(dim)), rows_in(elements, value_block)
+    _, rows, warps = tile(max(dim, value_dim), 2048)
     programs = (
         triton.cdiv(num_tokens * query_heads, rows)
         + triton.cdiv(num_tokens * key_heads, rows)
-        + triton.cdiv(num_slots * value_heads, value_rows)
+        + triton.cdiv(num_slots * value_heads, rows)
     )
     if programs == 0:
         return query_out, key_out
@@ -305,13 +295,10 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
             a.cos_sin.shape[0],
             *query.stride(),
             *key.stride(),
-            value_stride,
-            value_head_stride,
-            value_dim_stride,
+            *value.stride(),
             *a.cos_sin.stride(),
             *a.key_plane[:4],
-            *a.value_plane[:3],
-            value_plane_head_stride,
+            *a.value_plane[:4],
             KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
             KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
             KEY_LIMIT=SATURATES.get(a.key_dtype, 0.0),
@@ -328,9 +315,8 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
             INTERLEAVED=a.interleaved,
             BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
+            VALUE_BLOCK=triton.next_power_of_2(value_dim),
             ROWS=rows,
-            VALUE_BLOCK=value_block,
-            VALUE_ROWS=value_rows,
             num_warps=warps,
             enable_fp_fusion=False,
         )

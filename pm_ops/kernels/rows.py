@@ -42,7 +42,7 @@ def cells_of(buffer, page, token, h, offset, page_stride, token_stride, head_str
 
 @triton.jit
 def load_row(row, stride, exists, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
-    """Elements from START on, as they are; zeros where there are none."""
+    """Elements from START on, as they are; zeros where there are none. EVICT: the L2 cache's policy, or ""."""
     d = START + tl.arange(0, BLOCK)[None, :]
     mask = exists[:, None] & (d < DIM)
     return tl.load(row[:, None] + d.to(tl.int64) * stride, mask=mask, other=0.0, eviction_policy=EVICT)
@@ -130,7 +130,7 @@ def store_rows(
     """A program's rows `[num_slots, HEADS, DIM]` to their slots, by one scale or each by its own."""
     row, t, h, exists = rows_of(block, num_slots, HEADS, ROWS)
     page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
-    # Whether stored or not: this load then waits for no slot.
+    # Whether stored or not, so that the load waits for no slot; evicted first, so that stored rows stay in the cache.
     x = load_row(rows + (t * row_stride + h * row_head_stride), row_dim_stride, exists, 0, DIM, BLOCK, "evict_first")
     if scale_plane is None:
         y = quantised(x, one_scale(scale, scale_tensor), SCALED, False, DTYPE, LIMIT)
@@ -142,26 +142,13 @@ def store_rows(
     store_row(cell, y, stored, 0, DIM, BLOCK)
 
 
-def joined(
-    heads: int, dim: int, row_head_stride: int, row_dim_stride: int, head_stride: int, itemsize: int
-) -> tuple[int, int, int, int]:
-    """Neighbouring heads that touch both in the rows and in the plane are one row, of at most 1024 elements.
+def tile(dim: int, elements: int) -> tuple[int, int, int]:
+    """BLOCK, ROWS and warps of programs of so many elements, or of one row if that is more.
 
-    Fewer rows take less arithmetic for their addresses. Strides from head to head are the rows' in elements and the
-    plane's in bytes; returns heads, dim and these two strides.
+    Measured on an H200 in bf16, 1 to 8192 tokens. Stores take 1024: one load of 16 bytes for each thread, which is
+    what is under way on a full GPU anyhow; larger programs gain nothing. Rotations take 2048, one load of 16 bytes for
+    the first and one for the second elements of pairs: with 1024 they would be of 8 bytes, and 3 % slower.
     """
-    while (
-        heads % 2 == 0 and 2 * dim <= 1024 and row_head_stride == dim * row_dim_stride and head_stride == dim * itemsize
-    ):
-        heads, dim, row_head_stride, head_stride = heads // 2, 2 * dim, 2 * row_head_stride, 2 * head_stride
-    return heads, dim, row_head_stride, head_stride
-
-
-def tile(num_tokens: int) -> tuple[int, int]:
-    """Elements and warps of a program: many small ones while there are few tokens, then more loads for a thread."""
-    return (1024, 4) if num_tokens <= 512 else (4096, 8)
-
-
-def rows_in(elements: int, block: int) -> int:
-    """ROWS of a tile of so many elements."""
-    return max(elements // block, 1)
+    block = triton.next_power_of_2(dim)
+    rows = max(elements // block, 1)
+    return block, rows, 4 if rows * block <= 2048 else 8

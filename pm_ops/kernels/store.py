@@ -10,19 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import SATURATES, TRITON_DTYPE, cast_to, decoded, on_device
-from .rows import (
-    cells_of,
-    joined,
-    load_row,
-    load_scale,
-    one_scale,
-    rows_in,
-    rows_of,
-    slots_of,
-    store_row,
-    store_rows,
-    tile,
-)
+from .rows import cells_of, load_row, load_scale, one_scale, rows_of, slots_of, store_row, store_rows, tile
 
 if TYPE_CHECKING:
     from ..ops.store import LoadKV, StoreKV
@@ -62,25 +50,24 @@ def _store_kv(
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
     VALUE_SCALED: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     VALUE_LIMIT: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    VALUE_ROWS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     block = tl.program_id(0)
-    key_blocks = tl.cdiv(num_slots * KEY_HEADS, KEY_ROWS)
+    key_blocks = tl.cdiv(num_slots * KEY_HEADS, ROWS)
     if key is not None:
         if block < key_blocks:
             store_rows(
                 buffer, key, slots, key_scale, key_scale_tensor, key_scale_plane, block, num_slots, capacity,
                 key_row_stride, key_row_head_stride, key_row_dim_stride,
                 key_offset, key_page_stride, key_token_stride, key_head_stride,
-                KEY_SCALED, KEY_DTYPE, KEY_LIMIT, PAGE_SIZE, KEY_HEADS, KEY_DIM, KEY_BLOCK, KEY_ROWS,
+                KEY_SCALED, KEY_DTYPE, KEY_LIMIT, PAGE_SIZE, KEY_HEADS, KEY_DIM, KEY_BLOCK, ROWS,
             )  # fmt: skip
     if value is not None:
         if block >= key_blocks:
@@ -89,7 +76,7 @@ def _store_kv(
                 block - key_blocks, num_slots, capacity,
                 value_row_stride, value_row_head_stride, value_row_dim_stride,
                 value_offset, value_page_stride, value_token_stride, value_head_stride,
-                VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT, PAGE_SIZE, VALUE_HEADS, VALUE_DIM, VALUE_BLOCK, VALUE_ROWS,
+                VALUE_SCALED, VALUE_DTYPE, VALUE_LIMIT, PAGE_SIZE, VALUE_HEADS, VALUE_DIM, VALUE_BLOCK, ROWS,
             )  # fmt: skip
 
 
@@ -136,7 +123,6 @@ class _Side(NamedTuple):
     heads: int = 0
     dim: int = 1
     block: int = 1
-    rows: int = 1
     capacities: tuple[int, ...] = ()
     strides: tuple[int, ...] = (0, 0, 1, 0, 0, 0, 0)
     scale_plane: tuple[int, ...] | None = None
@@ -144,23 +130,16 @@ class _Side(NamedTuple):
     limit: float = 0.0
 
 
-def _side(rows: Tensor | None, plane: Any, dtype: Any, scale_plane: Sequence[int] | None, elements: int) -> _Side:
+def _side(rows: Tensor | None, plane: Any, dtype: Any, scale_plane: Sequence[int] | None) -> _Side:
     if rows is None:
         return _Side()
-    (_, heads, dim), (row_stride, row_head_stride, row_dim_stride) = rows.shape, rows.stride()
-    *to_token, head_stride, num_pages = plane
-    if scale_plane is None:
-        heads, dim, row_head_stride, head_stride = joined(
-            heads, dim, row_head_stride, row_dim_stride, head_stride, dtype.itemsize
-        )
-    block = triton.next_power_of_2(max(dim, 1))
+    *strides, num_pages = plane
     return _Side(
-        heads=heads,
-        dim=dim,
-        block=block,
-        rows=rows_in(elements, block),
+        heads=rows.shape[1],
+        dim=rows.shape[2],
+        block=triton.next_power_of_2(max(rows.shape[2], 1)),
         capacities=(num_pages,) if scale_plane is None else (num_pages, scale_plane[4]),
-        strides=(row_stride, row_head_stride, row_dim_stride, *to_token, head_stride),
+        strides=(*rows.stride(), *strides),
         scale_plane=None if scale_plane is None else tuple(scale_plane[:4]),
         dtype=TRITON_DTYPE[dtype],
         limit=SATURATES.get(dtype, 0.0),
@@ -169,14 +148,14 @@ def _side(rows: Tensor | None, plane: Any, dtype: Any, scale_plane: Sequence[int
 
 def store_kv(a: StoreKV) -> None:
     """`pm_ops::store_kv` in one launch, for key and value together."""
+    k = _side(a.key, a.key_plane, a.key_dtype, a.key_scale_plane)
+    v = _side(a.value, a.value_plane, a.value_dtype, a.value_scale_plane)
     num_slots = a.slots.shape[0]
-    elements, warps = tile(num_slots)
-    k = _side(a.key, a.key_plane, a.key_dtype, a.key_scale_plane, elements)
-    v = _side(a.value, a.value_plane, a.value_dtype, a.value_scale_plane, elements)
     if num_slots == 0 or k.heads * k.dim + v.heads * v.dim == 0:
         return
+    _, rows, warps = tile(max(k.dim, v.dim), 1024)
     with on_device(a.buffer):
-        _store_kv[(triton.cdiv(num_slots * k.heads, k.rows) + triton.cdiv(num_slots * v.heads, v.rows),)](
+        _store_kv[(triton.cdiv(num_slots * k.heads, rows) + triton.cdiv(num_slots * v.heads, rows),)](
             a.buffer,
             a.key,
             a.value,
@@ -197,15 +176,14 @@ def store_kv(a: StoreKV) -> None:
             KEY_HEADS=k.heads,
             KEY_DIM=k.dim,
             KEY_BLOCK=k.block,
-            KEY_ROWS=k.rows,
             VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
             VALUE_DTYPE=v.dtype,
             VALUE_LIMIT=v.limit,
             VALUE_HEADS=v.heads,
             VALUE_DIM=v.dim,
             VALUE_BLOCK=v.block,
-            VALUE_ROWS=v.rows,
             PAGE_SIZE=a.page_size,
+            ROWS=rows,
             num_warps=warps,
         )
 
@@ -216,9 +194,7 @@ def load_kv(a: LoadKV) -> Tensor:
     out = a.buffer.new_empty((num_slots, a.heads, a.dim), dtype=a.out_dtype or a.dtype)
     if out.numel() == 0:
         return out
-    elements, warps = tile(num_slots)
-    block = triton.next_power_of_2(a.dim)
-    rows = rows_in(elements, block)
+    block, rows, warps = tile(a.dim, 1024 if num_slots <= 512 else 4096)
     capacity = a.plane[4] if a.scale_plane is None else min(a.plane[4], a.scale_plane[4])
     with on_device(a.buffer):
         _load_kv[(triton.cdiv(num_slots * a.heads, rows),)](
