@@ -105,7 +105,7 @@ def _load_kv(
     row, t, h, exists = rows_of(tl.program_id(0), num_slots, HEADS, ROWS)
     page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
     cell = cells_of(buffer, page, token, h, offset, page_stride, token_stride, head_stride, DTYPE)
-    x = load_row(cell, 1, stored, 0, DIM, BLOCK)
+    x = load_row(cell, 1, stored, 0, DIM, BLOCK, "")
     if CONVERTED:
         if scale_plane is None:
             factor = one_scale(scale, scale_tensor)
@@ -153,7 +153,7 @@ def store_kv(a: StoreKV) -> None:
     num_slots = a.slots.shape[0]
     if num_slots == 0 or k.heads * k.dim + v.heads * v.dim == 0:
         return
-    _, rows, warps = tile(num_slots, max(k.dim, v.dim))
+    _, rows, warps = tile(max(k.dim, v.dim), 1024)
     with on_device(a.buffer):
         _store_kv[(triton.cdiv(num_slots * k.heads, rows) + triton.cdiv(num_slots * v.heads, rows),)](
             a.buffer,
@@ -194,7 +194,7 @@ def load_kv(a: LoadKV) -> Tensor:
     out = a.buffer.new_empty((num_slots, a.heads, a.dim), dtype=a.out_dtype or a.dtype)
     if out.numel() == 0:
         return out
-    block, rows, warps = tile(num_slots, a.dim)
+    block, rows, warps = tile(a.dim, 1024 if num_slots <= 512 else 4096)
     capacity = a.plane[4] if a.scale_plane is None else min(a.plane[4], a.scale_plane[4])
     with on_device(a.buffer):
         _load_kv[(triton.cdiv(num_slots * a.heads, rows),)](
