@@ -3,7 +3,6 @@ through ``torch.ops.pm_ops`` with the same memory's strides as integers."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -61,23 +60,6 @@ class PmOps(Implementation):
             "move": lambda: pool.copy_slots(src, dst),
         }
         return Bound(verbs[work.shape.verb])
-
-
-class PmOpsNewRows(Implementation):
-    """``attention`` that takes this step's K and V from the contiguous rows, and only the others from pages."""
-
-    name = "pm_ops_new_rows"
-    kinds = frozenset({"prefill", "extend", "mixed"})
-    ours = True
-
-    def __init__(self) -> None:
-        if "new_key" not in inspect.signature(pm_ops.attention).parameters:
-            raise Missing("attention of this pm_ops takes no new_key and new_value")
-
-    def attention(self, work: AttentionWork, memory: Memory) -> Bound:
-        """``pm_ops.attention(..., new_key=, new_value=)``."""
-        key, value = work.new_rows
-        return Bound(_attention(work, memory, impl=_own(work), new_key=key, new_value=value))
 
 
 class PmOpsFA3(Implementation):

@@ -9,7 +9,7 @@ import torch
 
 from .baseline import Torch
 from .implementation import Implementation, Missing
-from .ours import PmOps, PmOpsFA3, PmOpsNewRows
+from .ours import PmOps, PmOpsFA3
 from .peer_fa3 import FA3
 from .peer_flashinfer import FlashInfer
 from .peer_sglang import SGLang, SGLangOneLaunch
@@ -19,7 +19,6 @@ Factory = Callable[[Path | None, torch.device], Implementation]
 
 FACTORIES: dict[str, Factory] = {
     "pm_ops": lambda folder, device: PmOps(),
-    "pm_ops_new_rows": lambda folder, device: PmOpsNewRows(),
     "pm_ops_fa3": lambda folder, device: _gpu(device, lambda: PmOpsFA3(FA3(folder))),
     "fa3": lambda folder, device: _gpu(device, lambda: FA3(folder)),
     "flashinfer": lambda folder, device: _gpu(device, FlashInfer),

@@ -13,7 +13,6 @@ from .results import Row
 
 _COLOURS = {
     "pm_ops": "tab:blue",
-    "pm_ops_new_rows": "tab:cyan",
     "pm_ops_fa3": "navy",
     "fa3": "tab:orange",
     "flashinfer": "tab:green",

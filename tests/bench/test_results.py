@@ -24,7 +24,7 @@ def results() -> Results:
     ):  # fmt: skip
         r.add("decode", "B1 x 2", impl, layout, us, 2e-3, "gb_s", 3e8)
     r.mark_wrong("vllm decode B1 x 2, page-major: wrong result")
-    r.add("prefill", "B1", "pm_ops_new_rows", "page-major", 10.0, float("inf"), "tflop_s", 3.5e9)
+    r.add("prefill", "B1", "pm_ops_fa3", "page-major", 10.0, float("inf"), "tflop_s", 3.5e9)
     r.add("host", "store", "pm_ops", "page-major", 12.0, 0.0, None, 0.0)
     return r
 
@@ -91,7 +91,7 @@ def test_the_table_has_a_line_a_row_and_marks_what_is_wrong(results: Results) ->
 def test_the_summary_sets_page_major_against_layer_major_and_the_best_peer(results: Results) -> None:
     decode, prefill, host = Report(results).summary().splitlines()[1:]
     assert words(decode) == "decode B1 x 2 pm_ops 100.0 3000 GB/s 0.750 1.250 0.909 fa3, page-major"
-    assert words(prefill) == "prefill B1 pm_ops_new_rows 10.0 350 TFLOP/s 0.500 no peer"
+    assert words(prefill) == "prefill B1 pm_ops_fa3 10.0 350 TFLOP/s 0.500 no peer"
     assert words(host) == "host store pm_ops 12.0 no peer"
 
 
