@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import on_device, slot_offset
+from .common import slot_offset
+from .launch import launch
 
 if TYPE_CHECKING:
     from ..ops.pages import CopyPages, CopySlots, GatherPages, ScatterPages, ZeroPages
@@ -147,20 +148,16 @@ def _gather(a: CopyPages | GatherPages, pages: Tensor) -> Tensor:
     rows = a.buffer.new_empty((pages.shape[0], a.region[2]))
     if rows.numel():
         chunks, words = _page_words(a, rows)
-        with on_device(a.buffer):
-            _gather_pages[(pages.shape[0] * chunks,)](
-                a.buffer, rows, pages.contiguous(), chunks, *a.region, **words, num_warps=4
-            )
+        args = (a.buffer, rows, pages.contiguous(), chunks, *a.region)
+        launch(_gather_pages, (pages.shape[0] * chunks,), *args, **words, num_warps=4)
     return rows
 
 
 def _scatter(a: PageVerb, rows: Tensor | None, pages: Tensor, sources: Tensor | None) -> None:
     if pages.shape[0] and a.region[2]:
         chunks, words = _page_words(a, rows)
-        with on_device(a.buffer):
-            _scatter_pages[(pages.shape[0] * chunks,)](
-                a.buffer, rows, pages.contiguous(), sources, chunks, *a.region, **words, num_warps=4
-            )
+        args = (a.buffer, rows, pages.contiguous(), sources, chunks, *a.region)
+        launch(_scatter_pages, (pages.shape[0] * chunks,), *args, **words, num_warps=4)
 
 
 def gather_pages(a: GatherPages) -> Tensor:
@@ -193,23 +190,24 @@ def copy_slots(a: CopySlots) -> None:
     row_bytes = (page_bytes // a.page_size + 15) // 16 * 16 + 16 * num_runs
     rows = torch.empty(num_slots * row_bytes, dtype=torch.uint8, device=a.buffer.device)
     src, dst, runs = a.src.contiguous(), a.dst.contiguous(), a.runs.contiguous()
-    with on_device(a.buffer):
-        for gather, slots, partners in ((True, src, dst), (False, dst, src)):
-            _move_slots[(num_slots * num_runs,)](
-                a.buffer,
-                rows,
-                slots,
-                partners,
-                runs,
-                num_runs,
-                num_pages * a.page_size,
-                base,
-                page_stride,
-                row_bytes,
-                GATHER=gather,
-                ALIGNED=a.buffer.data_ptr() % 16 == 0,
-                PAGE_SIZE=a.page_size,
-                RUNS=triton.next_power_of_2(num_runs),
-                BLOCK=_RUN_BLOCK,
-                num_warps=1,
-            )
+    for gather, slots, partners in ((True, src, dst), (False, dst, src)):
+        launch(
+            _move_slots,
+            (num_slots * num_runs,),
+            a.buffer,
+            rows,
+            slots,
+            partners,
+            runs,
+            num_runs,
+            num_pages * a.page_size,
+            base,
+            page_stride,
+            row_bytes,
+            GATHER=gather,
+            ALIGNED=a.buffer.data_ptr() % 16 == 0,
+            PAGE_SIZE=a.page_size,
+            RUNS=triton.next_power_of_2(num_runs),
+            BLOCK=_RUN_BLOCK,
+            num_warps=1,
+        )

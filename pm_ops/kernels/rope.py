@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import SATURATES, TRITON_DTYPE, on_device
+from .common import SATURATES, TRITON_DTYPE, cdiv, next_power_of_2
+from .launch import launch
 from .rows import (
     cells_of,
     largest,
@@ -261,62 +262,61 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
     planes = (a.key_plane, a.value_plane, a.key_scale_plane, a.value_scale_plane)
     _, rows, warps = tile(num_tokens, max(dim, value_dim))
     programs = (
-        triton.cdiv(num_tokens * query_heads, rows)
-        + triton.cdiv(num_tokens * key_heads, rows)
-        + triton.cdiv(num_slots * value_heads, rows)
+        cdiv(num_tokens * query_heads, rows) + cdiv(num_tokens * key_heads, rows) + cdiv(num_slots * value_heads, rows)
     )
     if programs == 0:
         return query_out, key_out
-    with on_device(a.buffer):
-        _rope_store_kv[(programs,)](
-            a.buffer,
-            query,
-            key,
-            value,
-            query_out,
-            key_out if a.return_key else None,
-            a.positions.contiguous(),
-            a.cos_sin,
-            a.slots.contiguous(),
-            None if a.q_weight is None else a.q_weight.contiguous(),
-            None if a.k_weight is None else a.k_weight.contiguous(),
-            a.eps,
-            a.weight_offset,
-            a.key_scale,
-            a.value_scale,
-            a.key_scale_tensor,
-            a.value_scale_tensor,
-            None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
-            None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
-            num_tokens,
-            num_slots,
-            min(p[4] for p in planes if p is not None) * a.page_size,
-            a.cos_sin.shape[0],
-            *query.stride(),
-            *key.stride(),
-            *value.stride(),
-            *a.cos_sin.stride(),
-            *a.key_plane[:4],
-            *a.value_plane[:4],
-            KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
-            KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
-            KEY_LIMIT=SATURATES.get(a.key_dtype, 0.0),
-            VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
-            VALUE_DTYPE=TRITON_DTYPE[a.value_dtype],
-            VALUE_LIMIT=SATURATES.get(a.value_dtype, 0.0),
-            PAGE_SIZE=a.page_size,
-            QUERY_HEADS=query_heads,
-            KEY_HEADS=key_heads,
-            VALUE_HEADS=value_heads,
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            HALF=half,
-            INTERLEAVED=a.interleaved,
-            BLOCK=triton.next_power_of_2(half),
-            REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
-            VALUE_BLOCK=triton.next_power_of_2(value_dim),
-            ROWS=rows,
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _rope_store_kv,
+        (programs,),
+        a.buffer,
+        query,
+        key,
+        value,
+        query_out,
+        key_out if a.return_key else None,
+        a.positions.contiguous(),
+        a.cos_sin,
+        a.slots.contiguous(),
+        None if a.q_weight is None else a.q_weight.contiguous(),
+        None if a.k_weight is None else a.k_weight.contiguous(),
+        a.eps,
+        a.weight_offset,
+        a.key_scale,
+        a.value_scale,
+        a.key_scale_tensor,
+        a.value_scale_tensor,
+        None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
+        None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
+        num_tokens,
+        num_slots,
+        min(p[4] for p in planes if p is not None) * a.page_size,
+        a.cos_sin.shape[0],
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        *a.cos_sin.stride(),
+        *a.key_plane[:4],
+        *a.value_plane[:4],
+        KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
+        KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
+        KEY_LIMIT=SATURATES.get(a.key_dtype, 0.0),
+        VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
+        VALUE_DTYPE=TRITON_DTYPE[a.value_dtype],
+        VALUE_LIMIT=SATURATES.get(a.value_dtype, 0.0),
+        PAGE_SIZE=a.page_size,
+        QUERY_HEADS=query_heads,
+        KEY_HEADS=key_heads,
+        VALUE_HEADS=value_heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        HALF=half,
+        INTERLEAVED=a.interleaved,
+        BLOCK=next_power_of_2(half),
+        REST_BLOCK=next_power_of_2(dim - 2 * half),
+        VALUE_BLOCK=next_power_of_2(value_dim),
+        ROWS=rows,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
     return query_out, key_out

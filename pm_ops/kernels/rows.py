@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import cast_to, slot_offset
+from .common import cast_to, next_power_of_2, slot_offset
 
 TINY = tl.constexpr(2.0**-126)  # the smallest normal fp32
 
@@ -142,6 +142,6 @@ def store_rows(
 
 def tile(num_tokens: int, dim: int) -> tuple[int, int, int]:
     """BLOCK, ROWS and warps: small programs while there are few tokens, then enough to hide the latency of loads."""
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     rows = max((1024 if num_tokens <= 512 else 4096) // block, 1)
     return block, rows, min(max(rows * block // 256, 1), 8)

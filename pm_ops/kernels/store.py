@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import SATURATES, TRITON_DTYPE, cast_to, decoded, on_device
+from .common import SATURATES, TRITON_DTYPE, cast_to, cdiv, decoded, next_power_of_2
+from .launch import launch
 from .rows import cells_of, load_row, load_scale, one_scale, rows_of, slots_of, store_row, store_rows, tile
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _side(rows: Tensor | None, plane: Any, dtype: Any, scale_plane: Sequence[int
     return _Side(
         heads=rows.shape[1],
         dim=rows.shape[2],
-        block=triton.next_power_of_2(max(rows.shape[2], 1)),
+        block=next_power_of_2(rows.shape[2]),
         capacities=(num_pages,) if scale_plane is None else (num_pages, scale_plane[4]),
         strides=(*rows.stride(), *strides),
         scale_plane=None if scale_plane is None else tuple(scale_plane[:4]),
@@ -154,38 +155,39 @@ def store_kv(a: StoreKV) -> None:
     if num_slots == 0 or k.heads * k.dim + v.heads * v.dim == 0:
         return
     _, rows, warps = tile(num_slots, max(k.dim, v.dim))
-    with on_device(a.buffer):
-        _store_kv[(triton.cdiv(num_slots * k.heads, rows) + triton.cdiv(num_slots * v.heads, rows),)](
-            a.buffer,
-            a.key,
-            a.value,
-            a.slots.contiguous(),
-            a.key_scale,
-            a.value_scale,
-            a.key_scale_tensor,
-            a.value_scale_tensor,
-            k.scale_plane,
-            v.scale_plane,
-            num_slots,
-            min(k.capacities + v.capacities) * a.page_size,
-            *k.strides,
-            *v.strides,
-            KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
-            KEY_DTYPE=k.dtype,
-            KEY_LIMIT=k.limit,
-            KEY_HEADS=k.heads,
-            KEY_DIM=k.dim,
-            KEY_BLOCK=k.block,
-            VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
-            VALUE_DTYPE=v.dtype,
-            VALUE_LIMIT=v.limit,
-            VALUE_HEADS=v.heads,
-            VALUE_DIM=v.dim,
-            VALUE_BLOCK=v.block,
-            PAGE_SIZE=a.page_size,
-            ROWS=rows,
-            num_warps=warps,
-        )
+    launch(
+        _store_kv,
+        (cdiv(num_slots * k.heads, rows) + cdiv(num_slots * v.heads, rows),),
+        a.buffer,
+        a.key,
+        a.value,
+        a.slots.contiguous(),
+        a.key_scale,
+        a.value_scale,
+        a.key_scale_tensor,
+        a.value_scale_tensor,
+        k.scale_plane,
+        v.scale_plane,
+        num_slots,
+        min(k.capacities + v.capacities) * a.page_size,
+        *k.strides,
+        *v.strides,
+        KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
+        KEY_DTYPE=k.dtype,
+        KEY_LIMIT=k.limit,
+        KEY_HEADS=k.heads,
+        KEY_DIM=k.dim,
+        KEY_BLOCK=k.block,
+        VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
+        VALUE_DTYPE=v.dtype,
+        VALUE_LIMIT=v.limit,
+        VALUE_HEADS=v.heads,
+        VALUE_DIM=v.dim,
+        VALUE_BLOCK=v.block,
+        PAGE_SIZE=a.page_size,
+        ROWS=rows,
+        num_warps=warps,
+    )
 
 
 def load_kv(a: LoadKV) -> Tensor:
@@ -196,24 +198,25 @@ def load_kv(a: LoadKV) -> Tensor:
         return out
     block, rows, warps = tile(num_slots, a.dim)
     capacity = a.plane[4] if a.scale_plane is None else min(a.plane[4], a.scale_plane[4])
-    with on_device(a.buffer):
-        _load_kv[(triton.cdiv(num_slots * a.heads, rows),)](
-            a.buffer,
-            out,
-            a.slots.contiguous(),
-            a.scale,
-            a.scale_tensor,
-            None if a.scale_plane is None else tuple(a.scale_plane[:4]),
-            num_slots,
-            capacity * a.page_size,
-            *a.plane[:4],
-            CONVERTED=a.out_dtype is not None,
-            DTYPE=TRITON_DTYPE[a.dtype],
-            PAGE_SIZE=a.page_size,
-            HEADS=a.heads,
-            DIM=a.dim,
-            BLOCK=block,
-            ROWS=rows,
-            num_warps=warps,
-        )
+    launch(
+        _load_kv,
+        (cdiv(num_slots * a.heads, rows),),
+        a.buffer,
+        out,
+        a.slots.contiguous(),
+        a.scale,
+        a.scale_tensor,
+        None if a.scale_plane is None else tuple(a.scale_plane[:4]),
+        num_slots,
+        capacity * a.page_size,
+        *a.plane[:4],
+        CONVERTED=a.out_dtype is not None,
+        DTYPE=TRITON_DTYPE[a.dtype],
+        PAGE_SIZE=a.page_size,
+        HEADS=a.heads,
+        DIM=a.dim,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=warps,
+    )
     return out
