@@ -42,7 +42,7 @@ class Plan:
         return self.block_m // self.heads
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """All that a plan follows from."""
 
     tokens: int
@@ -66,10 +66,10 @@ class _Shape(NamedTuple):
     multiprocessors: int
 
 
-def plan(a: Attention) -> Plan:
-    """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
+def shape_of(a: Attention) -> Shape:
+    """What the plan of a call follows from."""
     tokens, q_heads, dim = a.query.shape
-    shape = _Shape(
+    return Shape(
         tokens,
         q_heads,
         a.kv_heads,
@@ -90,11 +90,10 @@ def plan(a: Attention) -> Plan:
         a.value_dtype,
         multiprocessors(a.query.device),
     )
-    return _plan(shape)
 
 
-@functools.lru_cache(4096)
-def _plan(s: _Shape) -> Plan:
+def plan(s: Shape) -> Plan:
+    """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
     group = s.q_heads // s.kv_heads
     key_dot, value_dot = _dot_dtypes(s.query_dtype, s.key_dtype, s.value_dtype)
     block_k, block_v = tile_dim(s.dim, s.packed), tile_dim(s.value_dim, s.packed)

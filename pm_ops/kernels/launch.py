@@ -1,9 +1,10 @@
-"""Launching a kernel without specialising it anew: most of the host's time of an eager call, otherwise.
+"""Launches that do not bind and specialise every argument in Python again, which is most of an eager call's time.
 
-``kernel[grid](...)`` binds every argument and looks its compiled variant up by what it is specialised on, in Python, at
-each call. Here that variant is remembered by a key which is cheaper to make and never coarser: two lists of arguments
-that Triton specialises differently have different keys. Triton itself compiles a variant, at its first launch, and
-launches it after that (``CompiledKernel.__getitem__``), with the hooks that a profiler may have set.
+``kernel[grid](...)`` looks the compiled variant of a kernel up, at each call, by what every argument is specialised on.
+A :class:`Launch` holds the arguments that follow from a call's shapes, is kept for the next call of these shapes, and
+looks at the others alone. Its keys are never coarser than Triton's: lists of arguments that Triton specialises
+differently have different keys. Triton compiles each variant, at its first launch, and runs it after that
+(``CompiledKernel.__getitem__``), with the hooks that a profiler has set.
 """
 
 from __future__ import annotations
@@ -17,52 +18,77 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-_REMEMBERS = (
+REMEMBERS = (
     torch.version.hip is None  # there pointers are specialised on their tensor's size, too
     and hasattr(CompiledKernel, "__getitem__")
     and hasattr(knobs.runtime, "debug")
+    and hasattr(knobs.runtime, "add_stages_inspection_hook")
     and hasattr(knobs.compilation, "instrumentation_mode")
 )
 """Whether this triton is one whose variants can be remembered; with others every launch is ``kernel[grid](...)``."""
 
-_variants: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """``kernel[grid](*args, **options)`` on the device of the first argument, a tensor.
+    """``kernel[grid](*args, **options)`` on the device of the first argument; see :class:`Launch`."""
+    Launch(kernel, grid, **options)(*args)
+
+
+class Launch:
+    """``kernel[grid](*args, *numbers, **options)``, to be called with ``args``.
 
     Args:
-        kernel: a ``triton.jit`` function whose globals do not change.
+        kernel: a ``triton.jit`` function whose globals do not change; its constexprs are its last parameters.
         grid: one to three numbers of programs.
-        args: tensors, ints, floats, bools, tuples of these, and None.
-        options: all of the kernel's constexprs, hashable, and the compiler's options (``num_warps``, ...).
+        numbers: the last of the other arguments: ints, floats, bools, tuples of these, and None.
+        options: all constexprs, hashable, and the compiler's options (``num_warps``, ...).
     """
-    device = args[0].device
-    if device.type != "cuda":
-        kernel[grid](*args, **options)  # the interpreter
-    elif device.index == torch.cuda.current_device():
-        launch_on(device.index, kernel, grid, args, options)
-    else:
-        with torch.cuda.device(device):
-            launch_on(device.index, kernel, grid, args, options)
 
+    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...] = (), **options: Any) -> None:
+        self.kernel, self.numbers, self.options = kernel, numbers, options
+        self.grid = (*grid, 1, 1)[:3]
+        self._last = (*numbers, *(options[name] for name in kernel.arg_names if name in options))
+        self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
 
-def launch_on(device: int, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Launch on the current CUDA device, whose index is given."""
-    if not _REMEMBERS or type(kernel) is not JITFunction or kernel.pre_run_hooks:
-        kernel[grid](*args, **options)
-        return
-    compiled_for = (kernel.fn, device, knobs.runtime.debug, knobs.compilation.instrumentation_mode)
-    key = (*compiled_for, *options, *options.values(), *specialisation(args))
-    variant = _variants.get(key)
-    if variant is None:
-        compiled = kernel[grid](*args, **options)
-        if isinstance(compiled, CompiledKernel):  # not where a hook took the compilation over
-            constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-            _variants[key] = compiled, constants
-    else:
-        compiled, constants = variant
-        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+    def __call__(self, *args: Any) -> None:
+        """Launch on the device of the first argument, a tensor; the others are tensors or as ``numbers``."""
+        device = args[0].device
+        if device.type != "cuda":
+            self.through_triton(args)  # the interpreter
+        elif device.index == torch.cuda.current_device():
+            self.on_current_device(device.index, args)
+        else:
+            with torch.cuda.device(device):
+                self.on_current_device(device.index, args)
+
+    def on_current_device(self, device: int, args: tuple[Any, ...]) -> None:
+        """Launch on the current CUDA device, whose index is given."""
+        runtime, kernel = knobs.runtime, self.kernel
+        if (
+            not REMEMBERS
+            or type(kernel) is not JITFunction
+            or kernel.pre_run_hooks
+            or runtime.add_stages_inspection_hook is not None
+        ):
+            self.through_triton(args)
+            return
+        key = (device, runtime.debug, knobs.compilation.instrumentation_mode, *specialisation(args))
+        variant = self._variants.get(key)
+        if variant is None:
+            whole = (kernel.fn, *key, *specialisation(self.numbers), *self.options, *self.options.values())
+            variant = _compiled.get(whole)
+            if variant is None:
+                variant = self.through_triton(args)
+                if isinstance(variant, CompiledKernel):  # not where a hook took the compilation over
+                    _compiled[whole] = variant
+                return
+            self._variants[key] = variant
+        variant[self.grid](*args, *self._last)
+
+    def through_triton(self, args: tuple[Any, ...]) -> Any:
+        """Launch in Triton's own way; returns what that returns, the compiled kernel."""
+        return self.kernel[self.grid](*args, *self.numbers, **self.options)
 
 
 def specialisation(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -74,10 +100,10 @@ def specialisation(args: tuple[Any, ...]) -> tuple[Any, ...]:
     key: list[Any] = []
     for x in args:
         of = type(x)
-        if of is int:
-            key.append(_kind(x))
-        elif x is None:
+        if x is None:
             key.append(None)
+        elif of is int:
+            key.append(_kind(x))
         elif isinstance(x, Tensor):
             key += (x.dtype, x.data_ptr() % 16 == 0)
         elif of is tuple:
@@ -85,7 +111,7 @@ def specialisation(args: tuple[Any, ...]) -> tuple[Any, ...]:
         elif of is float or of is bool:
             key.append(of)
         else:
-            raise TypeError(f"a kernel's argument is a {of.__name__}; launch takes tensors, numbers, tuples and None")
+            raise TypeError(f"an argument is a {of.__name__}; a launch takes tensors, numbers, tuples of them and None")
     return tuple(key)
 
 

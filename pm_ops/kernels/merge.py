@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import LOG2E, cdiv, next_power_of_2
-from .launch import launch
+from .launch import Launch, launch
 
 if TYPE_CHECKING:
     from ..ops.merge import MergeAttention
@@ -101,17 +102,16 @@ def merge_splits(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor 
 
     The order of the sums follows from the number of splits, rounded up; `invariant`: from nothing.
     """
-    num_splits, rows, dim = partial.shape[0], out.shape[0] * out.shape[1], out.shape[2]
-    block = min(next_power_of_2(dim), 32 if invariant else 64)
-    launch(
+    _splits_launch(partial.shape[0], *out.shape, invariant)(partial, partial_lse, out, lse)
+
+
+@functools.lru_cache(4096)
+def _splits_launch(num_splits: int, tokens: int, heads: int, dim: int, invariant: bool) -> Launch:
+    rows, block = tokens * heads, min(next_power_of_2(dim), 32 if invariant else 64)
+    return Launch(
         _merge_splits,
         (rows, cdiv(dim, block)),
-        partial,
-        partial_lse,
-        out,
-        lse,
-        rows,
-        num_splits,
+        (rows, num_splits),
         DIM=dim,
         SPLITS=INVARIANT_SPLITS if invariant else next_power_of_2(num_splits),
         BLOCK=block,

@@ -12,7 +12,7 @@ from kernels.test_rope import rope_case, to, unfused
 from kernels.test_store import some_slots
 
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan
+from pm_ops.kernels.attention_plan import plan, shape_of
 from pm_ops.kernels.rope import rope_store_kv
 from pm_ops.kernels.store import load_kv, store_kv
 from pm_ops.ops.attention import Attention
@@ -288,7 +288,7 @@ def test_stored_by_the_kernel_and_attended_at_the_sizes_of_models(dtype, queries
 def test_store_and_attention_replay_in_a_cuda_graph_and_never_synchronise(width):
     """Captured once, replayed with other rows and slots; with and without splits."""
     case = attention_case("cuda", [13, 30, 5], 1, dtypes=(BF16, E4M3, INT8), own=True, num_pages=20, width=width)
-    assert (plan(case).splits > 1) == (width > 0)
+    assert (plan(shape_of(case)).splits > 1) == (width > 0)
     key, value = torch.randn(2, 3, 2, 32, device="cuda", dtype=BF16)
     planes = {n: getattr(case, n) for n in ("key_plane", "value_plane", "key_scale_plane", "value_scale_plane")}
     slots = torch.full((3,), -1, device="cuda")
