@@ -10,6 +10,7 @@ differently have different keys. Triton compiles each variant, at its first laun
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Launch:
         self.kernel, self.numbers, self.options = kernel, numbers, options
         self.grid = (*grid, 1, 1)[:3]
         self._last = (*numbers, *(options[name] for name in kernel.arg_names if name in options))
-        self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
+        self._runs: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, *args: Any) -> None:
         """Launch on the device of the first argument, a tensor; the others are tensors or as ``numbers``."""
@@ -74,8 +75,8 @@ class Launch:
             self.through_triton(args)
             return
         key = (device, runtime.debug, knobs.compilation.instrumentation_mode, *specialisation(args))
-        variant = self._variants.get(key)
-        if variant is None:
+        run = self._runs.get(key)
+        if run is None:
             whole = (kernel.fn, *key, *specialisation(self.numbers), *self.options, *self.options.values())
             variant = _compiled.get(whole)
             if variant is None:
@@ -83,8 +84,8 @@ class Launch:
                 if isinstance(variant, CompiledKernel):  # not where a hook took the compilation over
                     _compiled[whole] = variant
                 return
-            self._variants[key] = variant
-        variant[self.grid](*args, *self._last)
+            run = self._runs[key] = variant[self.grid]
+        run(*args, *self._last)
 
     def through_triton(self, args: tuple[Any, ...]) -> Any:
         """Launch in Triton's own way; returns what that returns, the compiled kernel."""

@@ -122,6 +122,7 @@ def test_keys_tell_no_more_of_numbers_than_triton_does():
         ((aligned(torch.float16),), (aligned(torch.float16, 1),)),
         ((aligned(torch.float16),), (aligned(torch.bfloat16),)),
         ((aligned(torch.float16), None), (aligned(torch.float16), aligned(torch.float16))),
+        ((aligned(torch.float16), None, 7), (aligned(torch.float16), 7, None)),
         ((aligned(torch.float16), 16), (aligned(torch.float16), 8)),
         ((aligned(torch.float16), 1), (aligned(torch.float16), 2)),
         ((aligned(torch.float16), (16, 8)), (aligned(torch.float16), (8, 16))),
