@@ -219,3 +219,47 @@ def test_cpu_tensors_go_to_the_interpreter():
     x, out = torch.arange(5), torch.zeros(5, dtype=torch.int64)
     module.launch(double, (1,), x, out, 5, BLOCK=8, num_warps=1)
     assert out.tolist() == [0, 2, 4, 6, 8]
+
+
+@triton.jit
+def _copy(x, out, n, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_at_other_addresses_run_other_variants():
+    data = torch.randn(3, 256, device="cuda").half()
+    before = len(module._compiled)
+    kept = Launch(_copy, (1,), SIZE=256, num_warps=1)
+    for n in (64, 63, 1):
+        for offset in (0, 1, 8, 3, 0, 1):
+            out = torch.full((256,), torch.nan, device="cuda").half()
+            kept(data[1, offset:], out, n)
+            assert torch.equal(out[:n], data[1, offset : offset + n])
+            assert out[n:].isnan().all()
+    assert len(module._compiled) == before + 6  # rows at a multiple of 16 bytes or not, and 64, 63 or 1 elements
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_profilers_hooks_see_every_launch():
+    seen = []
+    x, out = torch.ones(2, 64, device="cuda")
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        for _ in range(3):
+            module.launch(_copy, (1,), x, out, 64, SIZE=64, num_warps=1)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert [metadata.get()["name"] for metadata in seen] == ["_copy"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_launch_is_on_the_device_of_its_tensors():
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        x, out = torch.arange(8, device=device), torch.zeros(8, dtype=torch.int64, device=device)
+        module.launch(_copy, (1,), x, out, 8, SIZE=8, num_warps=1)
+        torch.cuda.synchronize(device)
+        assert torch.equal(x, out)
+        assert torch.cuda.current_device() == 0
