@@ -258,7 +258,7 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     key_out = torch.empty(key.shape if a.return_key else 0, dtype=key.dtype, device=key.device)
     run = _launch(
-        tuple(x.shape for x in (query, key, value, a.cos_sin, a.slots)),
+        (query.shape, key.shape, value.shape, a.cos_sin.shape, a.slots.shape),
         (*query.stride(), *key.stride(), *value.stride(), *a.cos_sin.stride()),
         tuple(
             None if p is None else tuple(p)
