@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pm_ops import PagePool
+from pm_ops.layout import counted
 
 
 @dataclass
@@ -74,15 +75,15 @@ class PagedBatch:
         mask = torch.ones(rows, columns, dtype=torch.bool) if mask is None else mask.to("cpu", torch.bool)
         if mask.shape != (rows, columns):
             raise ValueError(
-                f"attention_mask has shape {list(mask.shape)}; {rows} sequences with {self.length} cached and {length} "
-                f"new tokens need [{rows}, {columns}]"
+                f"attention_mask has shape {list(mask.shape)}, a pass of {counted(rows, 'sequence')} with "
+                f"{self.length} cached and {counted(length, 'new token')} needs [{rows}, {columns}]{self._remedy()}"
             )
         if self.rows:
             self._require_rows(rows)
             if not torch.equal(mask[:, : self.length], self._real):
                 raise ValueError(
                     "attention_mask hides or shows other cached tokens than when they were stored; pass the mask of "
-                    "all tokens so far, unchanged, with the new tokens' behind it, or reset() the cache"
+                    f"all tokens so far, unchanged, with the new tokens' behind it{self._remedy()}"
                 )
         self._announced = mask[:, self.length :]
 
@@ -97,8 +98,9 @@ class PagedBatch:
             self._step = self._advance(rows, length)
         elif self._step is None or (start, rows, length) != (self._step.start, len(self.rows), self._step.length):
             raise RuntimeError(
-                f"a layer with {start} tokens stores {rows} x {length} more, while the cache is at {self.length} "
-                f"tokens of {len(self.rows)} sequences; every layer has to store every pass. Start over with reset()"
+                f"a layer with {counted(start, 'token')} stores {rows} x {length} more, while the cache is at "
+                f"{counted(self.length, 'token')} of {counted(len(self.rows), 'sequence')}; every layer has to store "
+                "every pass. Start over with cache.reset()"
             )
         return self._step
 
@@ -140,7 +142,9 @@ class PagedBatch:
             self._require_rows(rows)
         new = self._announced if self._announced is not None else torch.ones(rows, length, dtype=torch.bool)
         if new.shape != (rows, length):
-            raise ValueError(f"{rows} x {length} tokens to store, but the attention mask spoke of {list(new.shape)}")
+            raise ValueError(
+                f"{rows} x {counted(length, 'token')} to store, but the attention mask spoke of {list(new.shape)}"
+            )
         counts = new.sum(1)
         members = self.rows or [Row() for _ in range(rows)]
         self._make_room(members, counts.tolist())
@@ -169,9 +173,9 @@ class PagedBatch:
         copies = sum(min(n, allocator.refcount(page) - 1) for page, n in writers.items())
         if sum(fresh) + copies > allocator.num_free:
             raise RuntimeError(
-                f"out of pages: this pass needs {sum(fresh)} new ones and {copies} copies of shared ones, "
-                f"{allocator.num_free} of {self.pool.num_pages} are free; give the pool more pages, or reset() caches "
-                "that are done"
+                f"out of pages: this pass needs {sum(fresh)} new and {counted(copies, 'copy')} of shared ones, "
+                f"{allocator.num_free} of {self.pool.num_pages} are free; give the pool more pages, or call "
+                "cache.reset() on caches that are done"
             )
         shared = [(row, row.pages[-1]) for row in open_rows]
         for row, page in shared:
@@ -200,9 +204,15 @@ class PagedBatch:
     def _require_rows(self, rows: int) -> None:
         if rows != len(self.rows):
             raise ValueError(
-                f"{rows} sequences for a cache of {len(self.rows)}; keep to the batch, or batch_select_indices() or "
-                "reset() it"
+                f"{counted(rows, 'sequence')} for a cache of {len(self.rows)}; keep to the batch, or choose from it "
+                f"with cache.batch_select_indices(){self._remedy()}"
             )
+
+    def _remedy(self) -> str:
+        """How a message ends where the cache may just be a used one."""
+        return (
+            f"; the cache holds {counted(self.length, 'token')} already: cache.reset() starts anew" if self.rows else ""
+        )
 
     def _forget(self) -> None:
         self._announced = self._step = None

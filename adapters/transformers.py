@@ -33,6 +33,11 @@ from .paged_batch import PagedBatch, Row, Step
 NAME = "pm_ops"
 """The attention implementation's name, for ``model.set_attn_implementation``."""
 REMEDY = f"call model.set_attn_implementation({NAME!r}) and pass past_key_values=PageMajorCache.for_model(model, ...)"
+WITHOUT_PAGES = (
+    f"attn_implementation {NAME!r} attends over the pages of a PageMajorCache, and the model was called with another "
+    "cache or none (transformers makes a DynamicCache then); pass past_key_values=PageMajorCache.for_model(model, "
+    "num_pages), or go back with model.set_attn_implementation('sdpa')"
+)
 OLDEST = (5, 12)
 """The oldest supported release, from which on masks are sized by query length. Tested: 5.12, 5.17 and 5.24."""
 
@@ -149,6 +154,7 @@ class PageMajorLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Store ``[batch, heads, tokens, dim]``; returns handles by which the attention function finds the pages."""
+        _refuse_compiling()
         rows, _, length, _ = key_states.shape
         step = self.batch.step(self.length, rows, length)
         key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
@@ -176,6 +182,7 @@ class PageMajorLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length of keys after the next pass, a :class:`_Length`, and offset 0."""
+        _refuse_compiling()
         return _Length(self.length + query_length, self.batch), 0
 
     def get_max_length(self) -> int:
@@ -196,6 +203,22 @@ class PageMajorLayer(CacheLayerMixin):
         out_dtype = torch.float32 if kind in pool.scaled_kinds else None
         rows = pm_ops.load_kv(pool, self.index, slots.flatten().to(pool.device), kind, out_dtype=out_dtype)
         return rows.unflatten(0, slots.shape).transpose(1, 2)
+
+
+def _refuse_compiling() -> None:
+    """Stop torch.compile. An exception of the traced code would not: Dynamo would run the code uncompiled instead."""
+    if torch.compiler.is_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_not_compiled, _not_compiled)  # at compile time, or now
+
+
+def _not_compiled(*args: Any) -> None:
+    raise RuntimeError(
+        "torch.compile reached a PageMajorCache, which keeps its page tables in Python and runs eagerly; call the "
+        "model itself, or compile it with a StaticCache: pm_ops.compile_passes.bind(pool, static_cache), then "
+        "torch.compile(model, backend=page_major_backend(binding))"
+    )
 
 
 class StoredStates:
@@ -239,7 +262,7 @@ def pm_ops_mask(
 ) -> _Unsupported | None:
     """transformers' mask function: tells the cache which new tokens are padding. Causality needs no mask."""
     if not isinstance(kv_length, _Length):
-        raise RuntimeError(f"attn_implementation {NAME!r} attends over the pages of a PageMajorCache; {REMEDY}")
+        raise ValueError(WITHOUT_PAGES)
     if mask_function is not causal_mask_function:
         _supported(kwargs["config"])
         return _Unsupported()  # some models make masks that none of their layers uses
@@ -269,7 +292,7 @@ def pm_ops_attention(
     Returns ``[batch, tokens, heads, dim]``, zeros for padding, and no weights.
     """
     if not isinstance(key, StoredStates):
-        raise RuntimeError(f"attn_implementation {NAME!r} attends over the pages of a PageMajorCache; {REMEDY}")
+        raise ValueError(WITHOUT_PAGES)
     _refuse_extras(module, dropout, is_causal, kwargs)
     rows, _, length, _ = query.shape
     batch, step = key.batch, key.step

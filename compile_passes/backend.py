@@ -8,26 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.backends.registry import lookup_backend, register_backend
 from torch.fx import GraphModule
 
 from .binding import Binding
 from .facade import Facade
-from .report import RewriteError
-from .rewriter import Rewriter
-from .trace import (
-    cache_fake,
-    capture,
+from .internals import (
+    compiled_part,
+    drop_marks,
     ends_in_break,
-    finish,
-    fresh_fakes,
-    is_plain_mode,
-    plain_mode,
-    record,
-    static_fake,
+    guard_modules,
+    inductor,
+    lookup_backend,
+    register_backend,
     storage_key,
     wants_gradient,
 )
+from .report import Entry, RewriteError
+from .rewriter import Rewriter
+from .trace import cache_fake, capture, finish, fresh_fakes, is_plain_mode, plain_mode, record, static_fake
 
 UNSUPPORTED_READS = ("error", "materialize")
 
@@ -61,25 +59,27 @@ class PageMajorBackend:
     ) -> Callable[..., Any]:
         """Compile one graph, as torch.compile asks a backend to."""
         mode, options = mode or self.mode, {**self.options, **(options or {})}
-        self.binding.graph_broke |= ends_in_break(gm)
+        drop_marks(gm)
         bound = {i: s for i, x in enumerate(inputs) if (s := self.binding.storage_of(x)) is not None}
         for i, x in enumerate(inputs):
             if isinstance(x, Facade) and i not in bound:
                 raise RewriteError(
-                    f"the model uses {x.label}, which another binding than this backend's put into pages; bind all "
-                    "caches of one compiled model at once, and compile anew after binding anew"
+                    f"the model uses {x.label}, which another binding than this backend's put into pages, or of which "
+                    "eager code made this view; bind all caches of one compiled model at once, compile anew after "
+                    "binding anew, and make views in the compiled model"
                 )
         if not bound:
-            self._check_something_was_rewritten()
+            self._check_touched([], gm)
             return self._compile_inner(gm, inputs, mode, options)
         if wants_gradient(gm):
             raise RewriteError(
                 "the model is called with gradients enabled, and a cache in pages has none; call it under "
                 "torch.no_grad() or torch.inference_mode()"
             )
-        new = self._rewrite(gm, inputs, bound)
-        self._check_something_was_rewritten()
+        new, entries = self._rewrite(gm, inputs, bound)
+        self._check_touched(entries, gm)
         self.graphs.append(new.code)
+        guard_modules()
         kept = [i for i in range(len(inputs)) if i not in bound]
         added = self._added()
         fakes = [static_fake(tensor) for tensor in added]  # AOTAutograd finds these, as long as they live
@@ -92,7 +92,9 @@ class PageMajorBackend:
         table = self.binding.page_table
         return [self.binding.pool.buffer, *([] if table is None else [table])]
 
-    def _rewrite(self, gm: GraphModule, inputs: Sequence[Any], bound: dict[int, int]) -> GraphModule:
+    def _rewrite(
+        self, gm: GraphModule, inputs: Sequence[Any], bound: dict[int, int]
+    ) -> tuple[GraphModule, list[Entry]]:
         report = self.binding.report()
         with fresh_fakes() as fakes:
             with fakes:
@@ -119,31 +121,28 @@ class PageMajorBackend:
             except RewriteError as error:
                 report.refused.append(str(error))
                 raise
-        report.add(rewriter.entries)
-        return finish(new, gm, kept, ["pm_buffer", "pm_page_table"][: len(added)])
+        entries = rewriter.pages.entries
+        report.add(entries)
+        return finish(new, gm, kept, ["pm_buffer", "pm_page_table"][: len(added)]), entries
 
-    def _check_something_was_rewritten(self) -> None:
-        """A model that never touches its bound caches is a mistake, which only a whole graph can tell."""
-        if self.strict and not self.binding.graph_broke and not self.binding.report().entries:
+    def _check_touched(self, entries: Sequence[Entry], gm: GraphModule) -> None:
+        """A compiled function that touches no bound cache is a mistake; one that graph breaks cut up, if none does."""
+        if not self.strict or entries or ends_in_break(gm):
+            return
+        part = compiled_part()
+        if part == "start" or (part == "rest" and not self.binding.report().entries):
             raise RewriteError(
-                "the compiled graph neither writes nor reads a bound cache, so nothing was rewritten: is the model "
+                "the compiled function neither writes nor reads a bound cache, so nothing was rewritten: is the model "
                 "given the very tensors that were bound? strict=False compiles it as it is"
             )
 
     def _compile_inner(
         self, gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
     ) -> Callable[..., Any]:
-        if self.inner != "inductor":
-            inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
-            return inner(gm, list(inputs), **options)
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
-
-        patches = {**(list_mode_options(mode) if mode else {}), **options}
-        # It can move a read behind the next store, and the pool would be cloned to keep the old bytes.
-        patches["reorder_for_locality"] = False
-        compiled: Callable[..., Any] = compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[assignment]
-        return compiled
+        if self.inner == "inductor":
+            return inductor(gm, inputs, mode, options)
+        inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
+        return inner(gm, list(inputs), **options)
 
 
 def page_major_backend(
@@ -160,7 +159,8 @@ def page_major_backend(
     Args:
         binding: of :func:`bind`.
         inner: what compiles the rewritten graph: ``"inductor"``, another backend's name, or a function.
-        strict: raise where nothing at all is rewritten.
+        strict: raise where a compiled function touches no bound cache. Of one that graph breaks cut into parts, this
+            is known at its end only, and only as long as nothing at all was rewritten.
         on_unsupported_read: ``"error"`` names the user's line; ``"materialize"`` copies what is read out of the pages,
             on every call.
         mode, options: for Inductor, as torch.compile has them, such as ``mode="reduce-overhead"``; given to

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from .forms import CachePlane
+from .internals import overloads
+from .page_ops import PlaneWrite, Scale, scale_arguments
 from .report import RewriteError
 from .trace import off_record
 
 if TYPE_CHECKING:
     from .rewriter import Rewriter
-
-Scale = float | Tensor
 
 ENGINE_OPS: dict[Any, Callable[..., Any]] = {}
 
@@ -88,29 +88,24 @@ def register_attention_op(op: Any, adapter: Callable[..., Attend]) -> None:
 
 
 def _register(op: Any, run: Callable[..., Any]) -> None:
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        for name in op.overloads():
-            ENGINE_OPS[getattr(op, name)] = run
-    elif isinstance(op, torch._ops.OpOverload):
-        ENGINE_OPS[op] = run
-    else:
+    found = overloads(op)
+    if not found:
         raise ValueError(f"expected an operator such as torch.ops.engine.store.default, got {op!r}")
+    ENGINE_OPS.update(dict.fromkeys(found, run))
 
 
 def _store(rw: Rewriter, s: Store) -> Any:
-    from .rewriter import PlaneWrite
-
     writes = []
     for rows, cache, scale in ((s.key, s.key_cache, s.key_scale), (s.value, s.value_cache, s.value_scale)):
         if rows is not None and cache is not None:
-            writes.append(PlaneWrite(_whole(rw, cache), rows, s.slots, *rw.where(), scale=scale))
-    rw.store_rows(writes)
+            writes.append(PlaneWrite(_whole(rw, cache), rows, s.slots, *rw.pages.where(), scale=scale))
+    rw.pages.store_rows(writes)
     return s.result
 
 
 def _attend(rw: Rewriter, a: Attend) -> Any:
     key, value = _whole(rw, a.key_cache), _whole(rw, a.value_cache)
-    out, lse = rw.attend(
+    out, lse = rw.pages.attend(
         (key, value),
         a.query,
         a.page_table,
@@ -144,13 +139,3 @@ def _whole(rw: Rewriter, cache: Tensor) -> CachePlane:
     if not covered:
         raise RewriteError(f"an engine's operator is given a part of the cache of {plane.label}, a view {cache.shape}")
     return plane
-
-
-def scale_arguments(key: Scale, value: Scale) -> dict[str, Any]:
-    """Scales as the operators take them: a float, or a tensor of one element."""
-    return {
-        "key_scale": 1.0 if isinstance(key, Tensor) else key,
-        "value_scale": 1.0 if isinstance(value, Tensor) else value,
-        "key_scale_tensor": key if isinstance(key, Tensor) else None,
-        "value_scale_tensor": value if isinstance(value, Tensor) else None,
-    }

@@ -1,17 +1,20 @@
 """Facades: what stands in the model's hands for a cache that lives in pages.
 
 A facade is the model's own tensor object, its class swapped and its memory given back. Compiled code traces through it
-as through any tensor; eager code that touches its data is told so, instead of reading stale or freed memory.
+as through any tensor, and leaves a mark that only the binding's backend takes out; eager code that touches its data is
+told so, instead of reading stale or freed memory.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from .coverage import Cover
+from .internals import IN_PAGES, mark_static, without_facades
 
 # Tensor methods that answer from metadata alone. Dynamo and fake tensors ask some of them outside of traced code.
 _METADATA = frozenset(
@@ -23,6 +26,8 @@ _METADATA = frozenset(
     )
 )
 _DATA_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+_VIEWS = frozenset(("__getitem__", "select", "narrow"))
+_PLACES = frozenset(("device", "is_cuda", "is_cpu", "is_meta", "get_device"))
 
 
 class Facade(torch.Tensor):
@@ -33,16 +38,22 @@ class Facade(torch.Tensor):
     """
 
     label: str = ""
-    zero: Callable[[], None]
+    cover: Callable[[Tensor], Cover]
+    place: Tensor  # an empty one on the cache's device: views that eager code makes are on the meta device
+    __dlpack_c_exchange_api__ = None  # it would be asked past __torch_function__
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunctionSubclass():
+        if torch.compiler.is_dynamo_compiling():
+            IN_PAGES(cls.label)
+            with without_facades():
                 return func(*args, **(kwargs or {}))
         return _eager(func, args, kwargs or {})
+
+    def as_subclass(self, cls: Any) -> Any:  # noqa: D102
+        _refuse(torch.Tensor.as_subclass, (self,), {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Facade({self.label}, {list(self.shape)}, {self.dtype}, {self.device}; the data is in pages)"
@@ -51,55 +62,80 @@ class Facade(torch.Tensor):
 def _eager(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     if name == "zero_":  # what a cache's reset() does
-        type(args[0]).zero()
-        return args[0]
-    if name in ("__get__", "__set__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        facade = args[0]
+        type(facade).cover(facade).zero()
+        return facade
+    if name in _VIEWS and isinstance(args[0], Facade) and not any(map(_by_value, (*args[1:], *kwargs.values()))):
+        return _view(func, args, kwargs)
+    if name == "__get__":
+        name = _property(func)
         allowed = name not in _DATA_PROPERTIES
     else:
         allowed = name in _METADATA
     if not allowed:
-        given = [a for arg in (*args, *kwargs.values()) for a in (arg if isinstance(arg, list | tuple) else [arg])]
-        facade = next((a for a in given if isinstance(a, Facade)), None)
-        label = facade.label if facade is not None else "a bound cache"
-        raise RuntimeError(
-            f"eager code calls {name!r} on {label}, which lives in pages and has no data of its own. Run it inside the "
-            "compiled model, read it with pm_ops.load_kv or PagePool.view, or call binding.release() first. Inside "
-            "torch.compile this means that the graph broke here: look for the break with TORCH_LOGS=graph_breaks"
-        )
-    with torch._C.DisableTorchFunctionSubclass():
+        _refuse(func, args, kwargs)
+    if name in _PLACES:
+        return func(type(args[0]).place)
+    with without_facades():
         return func(*args, **kwargs)
 
 
-def make_facade(tensor: Tensor, label: str, zero: Callable[[], None]) -> type[Tensor]:
-    """Turn a tensor object into a facade, in place; returns the class it had. Its storage is the caller's to empty."""
-    before = type(tensor)
-    tensor.__class__ = type("Facade", (Facade,), {"label": label, "zero": staticmethod(zero)})
-    torch._dynamo.mark_static(tensor)
-    return before
+def _by_value(index: Any) -> bool:
+    """Does indexing with this pick single elements, and make a copy of them?"""
+    return any(map(_by_value, index)) if isinstance(index, tuple) else isinstance(index, Tensor | list | bool)
 
 
-def sharing(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Every live tensor object over the storages of these, which come first: a model may keep views of its own.
+def _view(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+    """A facade of a part, on the meta device: it has a place among the planes, and can be zeroed."""
+    facade, *rest = args
+    with without_facades():
+        shape, strides, start = facade.shape, facade.stride(), facade.storage_offset()
+        end = start + 1 + sum((n - 1) * st for n, st in zip(shape, strides, strict=True))
+        whole = torch.empty(max(end, 0), dtype=facade.dtype, device="meta").as_strided(shape, strides, start)
+        part = func(whole, *rest, **kwargs)
+    kind = type(facade)
+    make_facade(part, f"a view of {kind.cover(part).label}", kind.cover, kind.place)
+    return part
 
-    Raises:
-        ValueError: one is of a tensor subclass; it would stay, over memory that was given back.
+
+def _property(accessor: Any) -> str:
+    """The name of the property whose getter or setter this is."""
+    return getattr(getattr(accessor, "__self__", None), "__name__", "")
+
+
+def _refuse(func: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = _property(func)
+    given = [a for arg in (*args, *kwargs.values()) for a in (arg if isinstance(arg, list | tuple) else [arg])]
+    label = next((a.label for a in given if isinstance(a, Facade)), "a bound cache")
+    raise RuntimeError(
+        f"eager code calls {name!r} on {label}, which lives in pages and has no data of its own. Run it inside the "
+        "compiled model, read it with pm_ops.load_kv or PagePool.view, or call binding.release() first. Inside "
+        "torch.compile this means that the graph broke here (TORCH_LOGS=graph_breaks says why), or that Dynamo gave up "
+        "on the function at its recompile limit (TORCH_LOGS=recompiles): compile the whole model at once, or raise "
+        "torch._dynamo.config.recompile_limit and accumulated_recompile_limit"
+    )
+
+
+def make_facade(tensor: Tensor, label: str, cover: Callable[[Tensor], Cover], place: Tensor) -> None:
+    """Turn a tensor object into a facade, in place. Its storage is the caller's to empty.
+
+    ``cover`` is asked what the tensor, or a view of it that eager code makes, is of; ``place`` is on its device.
     """
-    found = {id(t): t for t in tensors}
-    storages = {t.untyped_storage()._cdata for t in found.values()}
-    for other in gc.get_objects():
-        if issubclass(type(other), torch.Tensor) and id(other) not in found and _storage(other) in storages:
-            if type(other) not in (torch.Tensor, torch.nn.Parameter):
-                raise ValueError(f"a {type(other).__name__} shares memory with a cache; only plain tensors may")
-            found[id(other)] = other
-    for t in list(found.values()):
-        if t._base is not None and id(t._base) not in found:
-            found[id(t._base)] = t._base
-    return list(found.values())
+    tensor.__class__ = type("Facade", (Facade,), {"label": label, "cover": staticmethod(cover), "place": place})
+    mark_static(tensor)
 
 
-def _storage(tensor: Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
-        return None
+def refuse_to_load(names: Sequence[str]) -> Callable[..., None]:
+    """A hook for ``load_state_dict`` of a module that has facades under these names: it could replace them silently."""
+
+    def check(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        given = [prefix + name for name in names if prefix + name in state_dict]
+        if given:
+            raise RuntimeError(
+                f"load_state_dict is given {', '.join(given)}: bound caches, which live in pages; leave them out of "
+                "the state dict, or call binding.release() first"
+            )
+
+    return check

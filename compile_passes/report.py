@@ -7,11 +7,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
+
+from pm_ops.layout import counted
+
+from .internals import operator_name
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<code>.*)')
 _FACADE = os.path.join("compile_passes", "facade.py")  # compiled code passes through there; the caller is meant
+_PACKAGES = re.compile(r"^\S.*?/(?:site|dist)-packages/")
 
 
 class RewriteError(RuntimeError):
@@ -29,10 +33,8 @@ def user_line(node: Node) -> str:
 
 def form_of(node: Node) -> str:
     """A node's operator, without namespace and overload."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target._schema.name.partition("::")[2]
-        return "scaled_dot_product_attention" if name == "sdpa" else name
-    return str(node.target)
+    name = operator_name(node.target)
+    return "scaled_dot_product_attention" if name == "sdpa" else name
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Entry:
         form: the operation found, for example ``aten.index_copy_``.
         line: the user's line.
         became: the operator that it became.
+        value_layer: of the plane that an attention reads as values, where it is another than the keys'.
     """
 
     layer: int
@@ -53,6 +56,18 @@ class Entry:
     form: str
     line: str
     became: str
+    value_layer: int | None = None
+
+    @property
+    def planes(self) -> tuple[tuple[int, str], ...]:
+        """Every ``(layer, kind)``."""
+        layers = (self.layer, self.layer if self.value_layer is None else self.value_layer)
+        return tuple(zip(layers, self.kinds, strict=False))
+
+    @property
+    def label(self) -> str:
+        """The kinds, for people: ``key+value``, or ``key+value of L3``."""
+        return "+".join(self.kinds) + ("" if self.value_layer is None else f" of L{self.value_layer}")
 
 
 @dataclass
@@ -82,39 +97,44 @@ class RewriteReport:
     @property
     def writes_rewritten(self) -> int:
         """Planes whose writes go to pages."""
-        return len({(e.layer, kind) for e in self.entries if e.action == "write" for kind in e.kinds})
+        return len({plane for e in self.entries if e.action == "write" for plane in e.planes})
 
     @property
     def reads_rewritten(self) -> int:
         """Reads that go to pages: an attention over a layer's K and V counts once, a gather once a plane."""
-        return len({(e.layer, e.kinds) for e in self.entries if e.action == "read"})
+        return len({e.planes for e in self.entries if e.action == "read"})
 
     @property
     def materialized(self) -> int:
         """Planes that are copied out of the pages on every call, because a read of them asked for a dense tensor."""
-        return len({(e.layer, kind) for e in self.entries if e.action == "materialize" for kind in e.kinds})
+        return len({plane for e in self.entries if e.action == "materialize" for plane in e.planes})
 
     def untouched(self, action: str) -> list[tuple[int, str]]:
         """Bound planes that no compiled graph has written (``"write"``) or read (``"read"``) so far."""
         reads = ("read", "materialize")
         actions = reads if action == "read" else (action,)
-        seen = {(e.layer, kind) for e in self.entries if e.action in actions for kind in e.kinds}
+        seen = {plane for e in self.entries if e.action in actions for plane in e.planes}
         return [plane for plane in self.planes if plane not in seen]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            (f"L{e.layer} {'+'.join(e.kinds)}", e.action, e.form, e.became, e.line) for e in self.entries
-        ]
-        rows = [("plane", "does", "form found", "became", "line"), *_cut(rows)]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]) for r in rows)
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for e in self.entries:
+            row = (e.label, e.action, e.form, e.became, _PACKAGES.sub("", e.line))
+            alike.setdefault(row, []).append(e.layer)
+        rows = [(_spans(layers), f"{len(layers)} x", *row) for row, layers in alike.items()]
+        rows = [("layers", "", "planes", "does", "form found", "became", "line"), *_cut(rows)]
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[6]]) for r in rows)
         return "\n".join([table, self._summary(), *(f"refused: {reason}" for reason in self.refused)])
 
     def _summary(self) -> str:
         lines = [
-            f"{self.graphs} graphs: {self.writes_rewritten} writes and {self.reads_rewritten} reads rewritten, "
-            f"{self.materialized} materialized; {self.bytes_released} bytes of layer-major cache released"
+            f"{counted(self.graphs, 'graph')}: {counted(self.writes_rewritten, 'write')} and "
+            f"{counted(self.reads_rewritten, 'read')} rewritten, {self.materialized} materialized; "
+            f"{counted(self.bytes_released, 'byte')} of layer-major cache released"
         ]
+        if not self.entries:
+            lines.append("nothing was rewritten: no graph compiled so far writes or reads a bound cache")
         for action in ("write", "read"):
             missing = self.untouched(action)
             if missing:
@@ -125,8 +145,19 @@ class RewriteReport:
 
 
 def _cut(rows: list[tuple[str, ...]], limit: int = 24) -> list[tuple[str, ...]]:
-    """The middle left out of a deep model's table."""
+    """The middle left out of the table of a deep model whose layers differ."""
     if len(rows) <= limit:
         return rows
     half = limit // 2
-    return [*rows[:half], ("...", f"({len(rows) - limit} more)", "", "", ""), *rows[-half:]]
+    return [*rows[:half], ("...", "", f"({len(rows) - limit} more)", "", "", "", ""), *rows[-half:]]
+
+
+def _spans(layers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` → ``"0-2, 5"``."""
+    spans: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if spans and layer == spans[-1][1] + 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in spans)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .regions import Selection, select, select_elementwise
+from .regions import ROW_AXES
 from .report import RewriteError
+from .selections import Selection, select, select_elementwise
 
 if TYPE_CHECKING:
     from .rewriter import Rewriter
@@ -98,14 +99,14 @@ def _gather_along(rw: Rewriter, view: Tensor, dim: int, index: Tensor, *, sparse
 
 
 def _gather(rw: Rewriter, selection: Selection) -> Tensor:
-    found = rw.load(selection)
-    rw.note("read", (selection.region.plane,), "load_kv")
+    found = rw.pages.load(selection)
+    rw.pages.note("read", (selection.region.plane,), "load_kv")
     return found.contiguous()
 
 
 def _scalar(rw: Rewriter, view: Tensor, value: Any) -> Tensor:
     """One value, for every element."""
-    device = rw.buffer.device
+    device = rw.pages.buffer.device
     return value.to(device) if isinstance(value, Tensor) else torch.full((), value, dtype=view.dtype, device=device)
 
 
@@ -119,7 +120,7 @@ def _along(rw: Rewriter, view: Tensor, dim: int, index: Tensor, wraps: bool = Fa
 def _elementwise(rw: Rewriter, view: Tensor, dim: int, index: Tensor) -> Selection:
     """scatter's and gather's index, which names a position for every element, where it is the same for a whole row."""
     region, dim = rw.locate(view), dim % view.dim()
-    rows = [n for n, d in enumerate(region.dims) if d.axis in "HDR"]
+    rows = [n for n, d in enumerate(region.dims) if d.axis in ROW_AXES]
     for n in rows:
         if n == dim or (index.shape[n] > 1 and index.stride(n) != 0):
             raise RewriteError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from .forms import CachePlane
-from .regions import Region
+from .regions import Dim, Region
 from .report import RewriteError
 
 if TYPE_CHECKING:
@@ -43,14 +43,21 @@ class Sequences:
 
 
 def rewrite_sdpa(rw: Rewriter, n: Node) -> Tensor:
-    """``sdpa(q [B, Hq, L, Dk], k, v [B, Hkv or Hq, S, D], mask, is_causal=..., scale=...)`` → ``attention``."""
+    """``sdpa(q [B, Hq, L, Dk], k, v [B, Hkv or Hq, S, D], mask, is_causal=..., scale=...)`` → ``attention``.
+
+    Without ``B``, one sequence.
+    """
     query, k, v, mask, dropout, causal, scale = _arguments(rw, n)
     if dropout:
         raise RewriteError(f"attention with dropout_p={dropout} over a cache; only inference is supported")
-    if query.dim() != 4:
+    ranks = [query.dim(), rw.env[k].dim(), rw.env[v].dim()]
+    if ranks not in ([3, 3, 3], [4, 4, 4]):
         raise RewriteError(
-            f"attention over a cache needs a query [batch, heads, tokens, head_dim], got {query.dim()}-D"
+            "attention over a cache needs query, key and value [batch, heads, tokens, head_dim] or without the batch, "
+            f"got {ranks} dimensions"
         )
+    single = query.dim() == 3
+    query = query[None] if single else query
     keys, values = _sequences(rw, k), _sequences(rw, v)
     if keys.where != values.where:
         raise RewriteError(f"attention reads other tokens of {keys.plane.label} than of {values.plane.label}")
@@ -62,7 +69,7 @@ def rewrite_sdpa(rw: Rewriter, n: Node) -> Tensor:
     if heads % keys.plane.heads or keys.group not in (1, heads // keys.plane.heads):
         raise RewriteError(f"{heads} query heads over {keys.plane.heads} KV heads, each repeated {keys.group} times")
     bias, seq_len, causal = _visibility(mask, causal, query, keys.length)
-    out, _ = rw.attend(
+    out, _ = rw.pages.attend(
         (keys.plane, values.plane),
         query.transpose(1, 2).reshape(batch * length, heads, dim),
         _page_table(rw, keys),
@@ -72,7 +79,8 @@ def rewrite_sdpa(rw: Rewriter, n: Node) -> Tensor:
         causal=causal,
         bias=bias,
     )
-    return out.view(batch, length, heads, values.plane.dim).transpose(1, 2)
+    out = out.view(batch, length, heads, values.plane.dim).transpose(1, 2)
+    return out[0] if single else out
 
 
 def _arguments(rw: Rewriter, n: Node) -> tuple[Tensor, Node, Node, Tensor | None, float, bool, float | None]:
@@ -84,10 +92,8 @@ def _arguments(rw: Rewriter, n: Node) -> tuple[Tensor, Node, Node, Tensor | None
     given = {name: rw.env[a] if isinstance(a, Node) else a for name, a in nodes.items() if name not in ("key", "value")}
     if not all(rw.is_shadow(nodes[name]) for name in ("key", "value")):
         raise RewriteError("attention reads keys or values from a bound cache, but not both")
-    scale = given["scale"]
-    return (
-        given["query"], nodes["key"], nodes["value"], given["attn_mask"], given["dropout_p"], given["is_causal"], scale,
-    )  # fmt: skip
+    options = (given["attn_mask"], given["dropout_p"], given["is_causal"], given["scale"])
+    return given["query"], nodes["key"], nodes["value"], *options
 
 
 def _sequences(rw: Rewriter, n: Node) -> Sequences:
@@ -99,15 +105,22 @@ def _sequences(rw: Rewriter, n: Node) -> Sequences:
     region = rw.locate(rw.env[source])
     if source is not n and rw.writes_since(n, region.plane):
         raise RewriteError(f"the cache of {region.plane.label} is written between its copy and the attention over it")
-    dims, group = list(region.dims), 1
-    repeated = region.find("x")
+    single = [Dim("1", 0, 1)] if final.dim() == 3 else []
+    dims, group = [*single, *region.dims], 1
+    repeated = [i for i, d in enumerate(dims) if d.axis == "x"]
     if repeated and repeated[0] in (1, 2) and (repeated[0] == 2 or region.plane.heads == 1):
         group = dims[repeated[0]].size
         if len(dims) == 5:
             del dims[repeated[0]]
     shape = (dims[0].size, region.plane.heads * group, dims[-2].size, region.plane.dim)
     ordered = len(dims) == 4 and dims[0].axis in "BS1" and dims[1].axis in "Hx1" and dims[2].axis in "S1"
-    if not ordered or not region.whole_rows or len(repeated) > 1 or tuple(final.shape) != shape or dims[2].step > 1:
+    if (
+        not ordered
+        or not region.whole_rows
+        or len(repeated) > 1
+        or tuple(final.shape) != shape[len(single) :]
+        or dims[2].step > 1
+    ):
         raise RewriteError(
             f"attention over a view {list(rw.env[source].shape)} of {region.plane.label}; it must hold "
             "[batch, heads, tokens, head_dim] with every head, tokens without gaps, and KV heads repeated one by one"
@@ -144,22 +157,22 @@ def _placed(region: Region, batch: Any, tokens: Any, group: Any) -> Sequences:
 def _page_table(rw: Rewriter, s: Sequences) -> Tensor:
     size = s.plane.page_size
     if s.plane.paged:
-        assert rw.page_table is not None
-        whole = (s.row, s.first, s.batch) == (0, 0, rw.page_table.shape[0])
-        return rw.page_table if whole else rw.page_table[s.row : s.row + s.batch, s.first // size :]
+        assert rw.pages.page_table is not None
+        whole = (s.row, s.first, s.batch) == (0, 0, rw.pages.page_table.shape[0])
+        return rw.pages.page_table if whole else rw.pages.page_table[s.row : s.row + s.batch, s.first // size :]
 
     def pages() -> Tensor:
-        across = torch.arange((s.length + size - 1) // size, dtype=torch.int32, device=rw.buffer.device)
-        begin = torch.arange(s.batch, dtype=torch.int32, device=rw.buffer.device) * (s.spacing // size)
+        across = torch.arange((s.length + size - 1) // size, dtype=torch.int32, device=rw.pages.buffer.device)
+        begin = torch.arange(s.batch, dtype=torch.int32, device=rw.pages.buffer.device) * (s.spacing // size)
         return (begin + s.first // size)[:, None] + across
 
-    return rw.once(("pages", s.where), None, pages)
+    return rw.pages.once(("pages", s.where), None, pages)
 
 
 def _seq_lens(rw: Rewriter, batch: Any, length: Any) -> Tensor:
     key = ("seq_lens", str(batch), str(length))
-    make = lambda: torch.full((batch,), length, dtype=torch.int32, device=rw.buffer.device)  # noqa: E731
-    return rw.once(key, None, make)
+    make = lambda: torch.full((batch,), length, dtype=torch.int32, device=rw.pages.buffer.device)  # noqa: E731
+    return rw.pages.once(key, None, make)
 
 
 def _visibility(mask: Tensor | None, causal: bool, query: Tensor, keys: Any) -> tuple[Tensor | None, Any, bool]:

@@ -1,4 +1,4 @@
-"""The Dynamo graph as in-place ATen, and back again as a Dynamo graph. Nearly all private API of torch is used here.
+"""The Dynamo graph as in-place ATen, and back again as a Dynamo graph, by private API of torch.
 
 Two recordings are made. :func:`capture` turns what Dynamo recorded into in-place ATen: one node a write, in program
 order. The rewriter then runs that graph under :func:`record`, so that what it calls becomes the new graph.
@@ -7,7 +7,6 @@ order. The rewriter then runs that graph under :func:`record`, so that what it c
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+
+from .internals import is_view, value_at_hand, without_facades
 
 Interpreter = PropagateUnbackedSymInts
 off_record = disable_proxy_modes_tracing
@@ -128,32 +129,10 @@ def static_fake(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
 
 def cache_fake(tensor: Tensor, base: Tensor) -> Tensor:
     """A facade's fake: its view of a fake byte tensor that stands for its storage."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_facades():
         dtype, shape = tensor.dtype, tensor.shape
         stride, offset = tensor.stride(), tensor.storage_offset()
     return base.view(dtype).as_strided(shape, stride, offset)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors, fake ones too, that share a storage."""
-    return tensor.untyped_storage()._cdata
-
-
-def is_view(target: Any) -> bool:
-    """Does an operator only look at its input's data in another shape?"""
-    if target is operator.getitem:
-        return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    returns = target._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def is_mutable(target: Any) -> bool:
-    """May an operator write to one of its inputs? Control flow and other higher-order operators may."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def finish(new: GraphModule, old: GraphModule, kept: Sequence[int], added: Sequence[str]) -> GraphModule:
@@ -203,38 +182,9 @@ def _rename(node: Node, name: str) -> None:
     node.target = node.name
 
 
-def ends_in_break(gm: GraphModule) -> bool:
-    """Did Dynamo stop this graph in the middle of a frame?"""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return bool(getattr(reason, "graph_break", False))
-
-
-def wants_gradient(gm: GraphModule) -> bool:
-    """Does an output of a Dynamo graph need a gradient? Under ``no_grad``, inside the graph or around it, none does."""
-    (output,) = gm.graph.find_nodes(op="output")
-    values = [node.meta.get("example_value") for node in output.all_input_nodes]
-    return any(isinstance(v, Tensor) and v.requires_grad for v in values)
-
-
 def attribute_to(n: Node) -> Any:
     """What is recorded meanwhile carries this node's stack trace."""
     return torch.fx.traceback.set_current_meta(n)
-
-
-def asks_metadata(target: Any) -> bool:
-    """Does an operator answer from sizes and strides alone? ``item()`` does not: it reads the data."""
-    return isinstance(target, torch._ops.OpOverload) and target.name().startswith("aten::sym_")
-
-
-def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to; all of them where there is no schema to tell."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return [*args, *kwargs.values()] if is_mutable(target) else []
-    found = []
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def restride(x: Any, like: Any) -> Any:
@@ -256,8 +206,10 @@ def laid_out(x: Tensor, order: list[int]) -> Tensor:
 
 def in_memory_order(x: Tensor) -> list[int]:
     """A tensor's dimensions from the widest stride to the narrowest; size-1 and expanded ones stay where they are."""
-    return sorted(range(x.dim()), key=lambda i: -_hint(x.stride(i)))
+    return sorted(range(x.dim()), key=lambda i: -_width(x.stride(i)))
 
 
-def _hint(x: Any) -> int:
-    return x if isinstance(x, int) else x.node.hint
+def _width(stride: Any) -> int:
+    known = value_at_hand(stride)
+    assert known is not None, "strides of a cache and of what stands for it have values"
+    return known

@@ -1,11 +1,11 @@
-"""What the quickstart measures: copies, bytes that survive an offload, and clones of the pool in compiled code."""
+"""What the quickstart measures: copies, bytes that survive an offload, clones of the pool in compiled code, time."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import pm_ops
-from pm_ops.compile_passes import Binding
+from pm_ops.compile_passes import Binding, PageMajorBackend
+from pm_ops.layout import counted
 
 
 class CountCopies(TorchDispatchMode):
@@ -91,13 +92,34 @@ def pool_clones(code: list[str], pool: pm_ops.PagePool) -> int:
 
 
 class Progress:
-    """Prints lines with the time since the start, on stderr."""
+    """Prints lines on stderr, each with the seconds since the start and since the line before."""
 
     def __init__(self) -> None:
-        self.start = time.perf_counter()
+        self.start = self.last = time.perf_counter()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.start
 
     def __call__(self, text: str) -> None:
-        print(f"[{self.elapsed():6.1f} s] {text}", file=sys.stderr, flush=True)
+        now = time.perf_counter()
+        print(f"[{now - self.start:6.1f} s, +{now - self.last:4.1f}] {text}", file=sys.stderr, flush=True)
+        self.last = now
+
+
+def telling(backend: PageMajorBackend, say: Callable[[str], None]) -> Callable[..., Any]:
+    """The backend, with a line at the end of every stage of a compilation."""
+    compile_inner = backend._compile_inner
+
+    def inner(gm: Any, *args: Any) -> Any:
+        say(f"    rewritten onto pages: {counted(len(gm.graph.nodes), 'operation')}")
+        compiled = compile_inner(gm, *args)
+        if backend.inner == "inductor":
+            say("    compiled by Inductor")
+        return compiled
+
+    def outer(gm: Any, inputs: Any, **options: Any) -> Any:
+        say(f"    traced by Dynamo: {counted(len(gm.graph.nodes), 'operation')}")
+        with mock.patch.object(backend, "_compile_inner", inner):
+            return backend(gm, inputs, **options)
+
+    return outer

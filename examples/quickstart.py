@@ -1,8 +1,10 @@
 """A real language model, written for a layer-major cache, generates the same text on page-major pages. `make demo`.
 
 Three prompts, greedy: once with the stock transformers model and its StaticCache, once with the same model compiled by
-pm_ops, its StaticCache bound to a page pool. Halfway through each answer every page of the sequence is copied to host
-memory, one copy a page, wiped, and copied back; then generation goes on. Everything printed is measured in this run.
+pm_ops, its StaticCache bound to a page pool. A prompt goes in as one call, through a graph whose operations run one by
+one; its answer comes token by token, through a graph that Inductor compiled. Halfway through each answer every page of
+the sequence is copied to host memory, one copy a page, wiped, and copied back; then generation goes on. Everything
+printed is measured in this run.
 
     python examples/quickstart.py [--model NAME] [--tokens N] [--device cuda] [--json]
 """
@@ -12,22 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import textwrap
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Threads that spin while they wait cost dearly on a busy machine. OpenMP reads this when it starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from _measure import Offload, Progress, copies_per_page_layer_major, output_code, pool_clones
+from _measure import Offload, Progress, copies_per_page_layer_major, output_code, pool_clones, telling
 from _smollm2 import load
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 import pm_ops
 from pm_ops.compile_passes import Binding, bind, page_major_backend
+from pm_ops.layout import counted
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -39,10 +44,11 @@ PAGE_SIZE = 16
 
 @dataclass
 class Answer:
-    """A prompt's greedy continuation, and the logits that each token was the largest of."""
+    """A prompt's greedy continuation, the logits that each token was the largest of, and the seconds a token took."""
 
     tokens: list[int]
     logits: list[Tensor]
+    seconds: list[float] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -53,21 +59,27 @@ def generate(
     count: int,
     halfway: Callable[[], None] | None = None,
 ) -> Answer:
-    """``count`` greedy tokens behind a prompt; ``halfway`` is called in the middle.
-
-    The prompt goes in token by token, so that one compiled graph serves it all.
-    """
+    """``count`` greedy tokens behind a prompt; ``halfway`` is called in the middle."""
     cache.reset()
-    answer, device = Answer([], []), cache.layers[0].device
-    for position in range(len(prompt) + count - 1):
-        if position == len(prompt) + count // 2 and halfway is not None:
+    answer, given = Answer([], []), prompt
+    for i in range(count):
+        if i == count // 2 and halfway is not None:
             halfway()
-        token = prompt[position] if position < len(prompt) else answer.tokens[-1]
-        logits = model(torch.tensor([[token]], device=device), past_key_values=cache).logits[0, -1]
-        if position >= len(prompt) - 1:
-            answer.logits.append(logits.float().cpu())
-            answer.tokens.append(int(answer.logits[-1].argmax()))
+        start = time.perf_counter()
+        logits = model(tokens(given, cache), past_key_values=cache).logits[0, -1]
+        answer.logits.append(logits.float().cpu())
+        answer.tokens.append(int(answer.logits[-1].argmax()))
+        answer.seconds.append(time.perf_counter() - start)
+        given = answer.tokens[-1:]
     return answer
+
+
+def tokens(given: list[int], cache: StaticCache) -> Tensor:
+    """A batch of one. Prompts differ in length, and one graph shall serve them all."""
+    ids = torch.tensor([given], device=cache.layers[0].device)
+    if len(given) > 1:
+        torch._dynamo.maybe_mark_dynamic(ids, 1)
+    return ids
 
 
 def static_cache(model: PreTrainedModel, length: int) -> StaticCache:
@@ -121,6 +133,12 @@ class Run:
                     break
         return worst
 
+    def milliseconds(self, answers: list[Answer]) -> str:
+        """What a prompt, and a token behind it, typically took."""
+        prompt = statistics.median(answer.seconds[0] for answer in answers)
+        token = statistics.median(seconds for answer in answers for seconds in answer.seconds[1:])
+        return f"{1e3 * prompt:.0f} ms a prompt, {1e3 * token:.0f} ms a token"
+
     def summary(self) -> dict[str, Any]:
         report, layout = self.binding.report(), self.binding.pool.layout
         return {
@@ -147,11 +165,11 @@ def demo(model: PreTrainedModel, prompts: list[list[int]], count: int, say: Call
     length = max(map(len, prompts)) + count
     length = -(-length // PAGE_SIZE) * PAGE_SIZE
     stock_cache = static_cache(model, length)
-    say(f"stock model, StaticCache of {length} tokens")
+    say(f"the stock model, eager, StaticCache of {counted(length, 'token')}")
     stock = []
     for prompt in prompts:
         stock.append(generate(model, stock_cache, prompt, count))
-        say(f"  {count} tokens behind a prompt of {len(prompt)}")
+        say(f"  {counted(count, 'token')} behind a prompt of {len(prompt)}")
     copies = copies_per_page_layer_major(stock_cache, PAGE_SIZE)
 
     cache = static_cache(model, length)
@@ -160,16 +178,25 @@ def demo(model: PreTrainedModel, prompts: list[list[int]], count: int, say: Call
     pool = pm_ops.PagePool(layout, num_pages=length // PAGE_SIZE, device=model.device)
     binding = bind(pool, cache)
     mode = "reduce-overhead" if model.device.type == "cuda" else None
-    compiled = torch.compile(model, backend=page_major_backend(binding, mode=mode))
+    # Inductor would take most of a minute for the prompts' graph, which is called three times.
+    prefill = torch.compile(model, backend=telling(page_major_backend(binding, "eager"), say))
+    decode = torch.compile(model, backend=telling(page_major_backend(binding, mode=mode), say))
+
+    def compiled(ids: Tensor, **options: Any) -> Any:
+        return (prefill if ids.shape[1] > 1 else decode)(ids, **options)
+
     offload = Offload(binding)
-    say(f"the same model on pages, {pool}; compiling, the longest step")
+    say(f"the same model on pages, {pool}")
     with output_code() as code, torch.no_grad():
-        compiled(torch.tensor([prompts[0][:1]], device=model.device), past_key_values=cache)
-        say(f"  compiled: {str(binding.report()).splitlines()[-1]}")
+        say("  the graph for prompts, whose operations run one by one")
+        compiled(tokens(prompts[0], cache), past_key_values=cache)
+        say("  the graph for a single token, for Inductor: the first time this takes up to a minute")
+        compiled(tokens(prompts[0][:1], cache), past_key_values=cache)
         paged = []
         for prompt in prompts:
             paged.append(generate(compiled, cache, prompt, count, halfway=offload))
-            say(f"  {count} tokens behind a prompt of {len(prompt)}, halfway {pool.num_pages} pages out and in")
+            travelled = f"halfway {counted(pool.num_pages, 'page')} out and in"
+            say(f"  {counted(count, 'token')} behind a prompt of {len(prompt)}, {travelled}")
     return Run(stock, paged, binding, offload, copies, pool_clones(code, pool))
 
 
@@ -182,12 +209,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model, tokenizer = load(arguments.model, dtype, arguments.device)
     prompts = [encode(tokenizer, prompt) for prompt in PROMPTS]
     run = demo(model, prompts, arguments.tokens, say)
-    show(run, tokenizer)
     summary = {"model": arguments.model or "SmolLM2-135M-Instruct", "seconds": say.elapsed(), **run.summary()}
+    show_answers(run, tokenizer)
+    print("\n" + "\n".join(f"{name:40} {value}" for name, value in summary.items()))
+    show_pages(run)
     if arguments.json:
         print(json.dumps(summary))
-    else:
-        print("\n".join(f"{name:40} {value}" for name, value in summary.items()))
     return summary
 
 
@@ -210,17 +237,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def show(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+def show_answers(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
     for prompt, stock, paged in zip(PROMPTS, run.stock, run.paged, strict=True):
         print(f"\n> {prompt}")
         for name, answer in (("layer-major", stock), ("page-major", paged)):
             text = tokenizer.decode(answer.tokens)
             print(textwrap.indent(textwrap.fill(text, 100), f"  {name:11} | "))
-    for parting in run.partings():
-        print(f"\nThe answers part: {parting}")
+    partings, compared = run.partings(), counted(sum(len(answer.tokens) for answer in run.stock), "token")
+    print(
+        f"\nThe texts {'part' if partings else 'are equal'}: {compared} compared, logits differ by "
+        f"{run.largest_logit_error():.1e} at most" + "".join(f"\n  {parting}" for parting in partings)
+    )
+    print(f"Stock, eager, layer-major:  {run.milliseconds(run.stock)}")
+    print(f"On pages, page-major:       {run.milliseconds(run.paged)}", end="")
+    print(
+        "" if run.binding.pool.device.type == "cuda" else " (on the CPU the operators are plain torch: right, not fast)"
+    )
+
+
+def show_pages(run: Run) -> None:
     print(f"\nWhat the backend made of the model:\n{run.binding.report()}")
     print(f"\nOne page, {run.binding.pool.layout}")
-    moved = f"{len(run.offload.copies)} pages to host memory: {sum(run.offload.copies)} copies"
+    moved = counted(len(run.offload.copies), "page") + " to host memory: " + counted(sum(run.offload.copies), "copy")
     print(f"\n{moved}; from the layer-major cache it would be {run.copies_layer_major} a page\n")
 
 

@@ -11,6 +11,7 @@ from .allocator import PageAllocator
 from .formats import page_major, token_major, vllm
 from .functional import (
     attention,
+    attention_impl,
     load_kv,
     merge_attention,
     rope_store_kv,
@@ -27,6 +28,7 @@ __all__ = [
     "PagePool",
     "Plane",
     "attention",
+    "attention_impl",
     "load_kv",
     "merge_attention",
     "ops",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from .layout import counted
+
 
 class PageAllocator:
     """Hands out page ids with reference counts; the last page freed is the first handed out again.
@@ -34,7 +36,7 @@ class PageAllocator:
     def alloc(self, n: int = 1) -> list[int]:
         """``n`` free pages, each with one owner. All or nothing: raises RuntimeError when fewer are free."""
         if n < 0:
-            raise ValueError(f"cannot allocate {n} pages; n must not be negative")
+            raise ValueError(f"cannot allocate {counted(n, 'page')}; n must not be negative")
         if n > len(self._free):
             raise RuntimeError(
                 f"out of pages: {n} asked for, {len(self._free)} of {self.num_pages} free; free some first"
@@ -55,7 +57,8 @@ class PageAllocator:
         pages = [self._owned(p, "free") for p in pages]
         for page, times in Counter(pages).items():
             if times > self._counts[page]:
-                raise RuntimeError(f"page {page} freed {times} times at once, but has {self._counts[page]} owners")
+                owners = counted(self._counts[page], "owner")
+                raise RuntimeError(f"page {page} freed {times} times at once, but has {owners}")
         for page in pages:
             self._counts[page] -= 1
             if self._counts[page] == 0:

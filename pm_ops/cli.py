@@ -88,6 +88,9 @@ def _shape(options: argparse.Namespace) -> ModelShape:
     flags = {name: getattr(options, name) for name in ("layers", "kv_heads", "head_dim", "value_dim")}
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     dtype = _dtype(options.dtype) if options.dtype else None
+    for name, value in {**given, "page_size": options.page_size}.items():
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
     if options.config:
         shape = read_model_config(options.config)
         if "head_dim" in given and shape.origin["value_dim"] == "as head_dim":

@@ -31,9 +31,11 @@ from typing import TypeVar
 
 import torch
 
-from .layout import PageLayout, Plane, dtype_name
+from .layout import PageLayout, Plane, counted, dtype_name, dtype_of
 
 T = TypeVar("T")
+Dtype = torch.dtype | str
+"""A dtype, or torch's name of one, such as ``"bfloat16"``."""
 Layers = list[tuple[int, int, tuple[int, int], torch.dtype]]
 """``(layer, heads, (key dim, value dim), dtype)`` of every layer."""
 
@@ -51,7 +53,7 @@ def page_major(
     kv_heads: int | Sequence[int],
     head_dim: int | Sequence[int],
     page_size: int,
-    dtype: torch.dtype | Sequence[torch.dtype],
+    dtype: Dtype | Sequence[Dtype],
     *,
     value_dim: int | Sequence[int] | None = None,
     align: int = 1,
@@ -63,7 +65,7 @@ def page_major(
         layers: number of layers.
         kv_heads, head_dim, value_dim: heads and dims, in elements; ``value_dim`` defaults to ``head_dim``.
         page_size: tokens of a page.
-        dtype: element type of K and V.
+        dtype: element type of K and V, ``torch.bfloat16`` or ``"bfloat16"``.
         align: start every plane, and end the page, at a multiple of this many bytes. 1 is byte-exact with SGLang.
         scales: add planes ``"key_scale"`` and ``"value_scale"``, float32 ``(heads, 1)``, to the layers of an 8-bit
             dtype. They start, and the page then ends, at multiples of 16 bytes too.
@@ -90,7 +92,7 @@ def token_major(
     kv_heads: int | Sequence[int],
     head_dim: int | Sequence[int],
     page_size: int,
-    dtype: torch.dtype | Sequence[torch.dtype],
+    dtype: Dtype | Sequence[Dtype],
     *,
     value_dim: int | Sequence[int] | None = None,
     align: int = TOKEN_MAJOR_ALIGN,
@@ -123,7 +125,7 @@ def vllm(
     kv_heads: int,
     head_dim: int,
     page_size: int,
-    dtype: torch.dtype,
+    dtype: Dtype,
     order: str = "BLNHC",
     *,
     value_dim: int | None = None,
@@ -136,6 +138,7 @@ def vllm(
     """
     if order not in VLLM_ORDERS:
         raise ValueError(f"order {order!r} is not a block-outermost vLLM layout; supported: {', '.join(VLLM_ORDERS)}")
+    dtype = _dtype(dtype)
     key_bytes = head_dim * dtype.itemsize
     value = head_dim if value_dim is None else value_dim
     content = key_bytes + value * dtype.itemsize
@@ -158,13 +161,13 @@ def _per_layer(
     kv_heads: int | Sequence[int],
     head_dim: int | Sequence[int],
     value_dim: int | Sequence[int] | None,
-    dtype: torch.dtype | Sequence[torch.dtype],
+    dtype: Dtype | Sequence[Dtype],
 ) -> Layers:
     heads = _spread(kv_heads, layers, "kv_heads")
     keys = _spread(head_dim, layers, "head_dim")
     values = keys if value_dim is None else _spread(value_dim, layers, "value_dim")
-    dtypes = _spread(dtype, layers, "dtype")
-    return [(i, heads[i], (keys[i], values[i]), dtypes[i]) for i in range(layers)]
+    dtypes: list[Dtype] = _spread(dtype, layers, "dtype")
+    return [(i, heads[i], (keys[i], values[i]), _dtype(dtypes[i])) for i in range(layers)]
 
 
 def _scaled(per_layer: Layers) -> list[tuple[int, str, int]]:
@@ -180,11 +183,20 @@ def _scaled(per_layer: Layers) -> list[tuple[int, str, int]]:
 
 def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:
     """One value a layer, from one value or a sequence of them."""
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         return [value] * layers
     if len(value) != layers:
-        raise ValueError(f"{name} has {len(value)} values for {layers} layers; give one value, or one a layer")
+        given = f"{counted(len(value), 'value')} for {counted(layers, 'layer')}"
+        raise ValueError(f"{name} has {given}; give one value, or one a layer")
     return list(value)
+
+
+def _dtype(dtype: Dtype) -> torch.dtype:
+    if isinstance(dtype, str):
+        return dtype_of(dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; give a torch dtype such as torch.bfloat16, or its name")
+    return dtype
 
 
 def _round_up(n: int, multiple: int) -> int:

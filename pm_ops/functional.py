@@ -7,14 +7,21 @@ compiled code give scales as device tensors: each float is a graph of its own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .explain import explained
+from .layout import counted
+from .ops.attention import Attention, choose
 from .pool import PagePool
 
 Scale = float | Tensor
 
 
+@explained
 def store_kv(
     pool: PagePool,
     layer: int,
@@ -45,6 +52,7 @@ def store_kv(
     torch.ops.pm_ops.store_kv(*args, *_scale_arguments(key_scale, value_scale), key_scales, value_scales)
 
 
+@explained
 def rope_store_kv(
     pool: PagePool,
     layer: int,
@@ -113,6 +121,7 @@ def rope_store_kv(
     return (rotated_query, rotated_key) if return_key else rotated_query
 
 
+@explained
 def load_kv(
     pool: PagePool,
     layer: int,
@@ -144,6 +153,7 @@ def load_kv(
     )
 
 
+@explained
 def attention(
     pool: PagePool,
     layer: int,
@@ -186,7 +196,7 @@ def attention(
         max_seq_len: 0, or about the most keys of one sequence, a hint for tables that are much wider.
         batch_invariant: make a row's bits independent of what else is in the call (CUDA; slower).
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
-        impl: ``"auto"``, ``"triton"`` or ``"reference"``.
+        impl: ``"auto"``, ``"triton"``, ``"fa3"`` or ``"reference"``; :func:`attention_impl` tells what auto takes.
 
     Returns ``out [Tq, Hq, Dv]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf. Each argument's exact
     meaning, and what may influence a row, is in :class:`pm_ops.ops.attention.Attention`.
@@ -198,8 +208,9 @@ def attention(
     key, value = pool.plane(layer, "key"), pool.plane(layer, "value")
     if query.shape[-1] != key.dim or value.heads != key.heads:
         raise ValueError(
-            f"query is {list(query.shape)}; layer {layer} has keys of {key.heads} heads x {key.dim} and values of "
-            f"{value.heads} heads x {value.dim}: query's last axis must be the key's, and their heads must be equal"
+            f"query is {list(query.shape)}; layer {layer} has keys of {counted(key.heads, 'head')} x {key.dim} and "
+            f"values of {counted(value.heads, 'head')} x {value.dim}: query's last axis must be the key's, and their "
+            "heads must be equal"
         )
     out, lse = torch.ops.pm_ops.attention(
         pool.buffer,
@@ -233,6 +244,28 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+class _Recorder(TorchDispatchMode):
+    """Keeps the arguments of a call of the attention operator, and makes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.pm_ops.attention.default:
+            return func(*args, **kwargs or {})
+        self.call = Attention(*args, **kwargs or {})
+        return args[1], args[1]
+
+
+def attention_impl(*args: Any, **kwargs: Any) -> str:
+    """What ``impl="auto"`` takes for this call of :func:`attention`, and why, as in ``"triton: a sequence has ..."``.
+
+    Same arguments and errors as :func:`attention`, which is not computed.
+    """
+    with _Recorder() as recorder:
+        attention(*args, **kwargs)
+    recorder.call.check()
+    return ": ".join(choose(recorder.call))
+
+
+@explained
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Join two parts of one softmax: ``out_* [T, H, D]``, natural-log ``lse_* [T, H]`` float32.
 

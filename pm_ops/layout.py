@@ -195,14 +195,21 @@ def draw(layout: PageLayout, max_rows: int = 14) -> str:
     rows = [_plane_row(p, layout.page_size) for p in planes]
     if len(rows) > max_rows:
         half = max_rows // 2
-        cut = ("", "...", f"{len(rows) - 2 * half} more planes", "")
+        cut = ("", "...", counted(len(rows) - 2 * half, "more plane"), "")
         rows = rows[:half] + [cut] + rows[-half:]
     padding = layout.page_bytes - sum(run.nbytes for run in layout.page_runs)
     rows.append((f"{layout.page_bytes}", "end", f"padding {padding} B" if padding else "no padding", ""))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     body = "\n".join(f"  {r[0]:>{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]}".rstrip() for r in rows)
-    head = f"{layout.name}: a page of {_tokens(layout.page_size)}, {len(layout.layers)} layers, {layout.page_bytes} B"
-    return f"{head} ({layout.token_bytes} B a token)\n{body}"
+    size = f"{counted(layout.page_size, 'token')}, {counted(len(layout.layers), 'layer')}, {layout.page_bytes} B"
+    return f"{layout.name}: a page of {size} ({layout.token_bytes} B a token)\n{body}"
+
+
+def counted(n: int, noun: str) -> str:
+    """``"1 page"``, ``"2 pages"``: a number and its noun, for messages."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -211,22 +218,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """``"bfloat16"`` → ``torch.bfloat16``. Raises ValueError for a name torch does not know."""
-    dtype = getattr(torch, name, None)
+    """``"bfloat16"`` or ``"torch.bfloat16"`` → ``torch.bfloat16``. Raises ValueError for a name torch does not know."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}; use torch's names, such as 'bfloat16' or 'float8_e4m3fn'")
     return dtype
-
-
-def _tokens(n: int) -> str:
-    return f"{n} token" if n == 1 else f"{n} tokens"
 
 
 def _plane_row(p: Plane, page_size: int) -> tuple[str, str, str, str]:
     shape = " x ".join(map(str, p.shape))
     if p.token_stride is None:
         return f"{p.offset}", f"L{p.layer} {p.kind}", f"{shape} {dtype_name(p.dtype)}", "state"
-    span = f"{_tokens(page_size)} x {shape} {dtype_name(p.dtype)}"
+    span = f"{counted(page_size, 'token')} x {shape} {dtype_name(p.dtype)}"
     return f"{p.offset}", f"L{p.layer} {p.kind}", span, f"strides: token {p.token_stride} B, head {p.head_stride} B"
 
 
@@ -267,7 +270,7 @@ def _validate(layout: PageLayout) -> None:
     if layout.page_size < 1 or layout.page_bytes < 1 or not layout.planes:
         raise ValueError(
             f"a layout needs page_size >= 1, page_bytes >= 1 and at least one plane; got page_size="
-            f"{layout.page_size}, page_bytes={layout.page_bytes}, {len(layout.planes)} planes"
+            f"{layout.page_size}, page_bytes={layout.page_bytes}, {counted(len(layout.planes), 'plane')}"
         )
     if len({(p.layer, p.kind) for p in layout.planes}) != len(layout.planes):
         raise ValueError("two planes of one layer and kind; give each plane of a layer a kind of its own")
@@ -289,7 +292,9 @@ def _validate(layout: PageLayout) -> None:
             raise ValueError(f"planes overlap at byte {run.offset} of the page: {_at(layout, run.offset)}")
         end = run.offset + run.nbytes
     if end > layout.page_bytes:
-        raise ValueError(f"planes need {end} bytes, the page has {layout.page_bytes}: {_at(layout, end - 1)}")
+        raise ValueError(
+            f"planes need {counted(end, 'byte')}, the page has {layout.page_bytes}: {_at(layout, end - 1)}"
+        )
 
 
 def _at(layout: PageLayout, byte: int) -> str:

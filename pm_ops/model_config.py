@@ -7,6 +7,7 @@ layout that looks right and is not would be worse than none.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 
-from .layout import dtype_of
+from .layout import counted, dtype_of
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
 HEAD_DIM = ("head_dim", "kv_channels")
+WINDOW = ("sliding_window", "attention_chunk_size")
 
 # Keys whose presence says that the cache is of a kind that no named format lays out, and what that kind is.
 REFUSED = {
@@ -70,6 +72,8 @@ def read_model_config(path: str | Path) -> ModelShape:
     Raises ValueError naming what is missing or unsupported.
     """
     path = Path(path)
+    if not path.exists():
+        raise ValueError(_not_there(path))
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -80,6 +84,16 @@ def read_model_config(path: str | Path) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds a {type(config).__name__}, not the object of a model's configuration")
     return model_shape(config)
+
+
+def _not_there(path: Path) -> str:
+    said = f"there is no file or folder {path}"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) or path.suffix == ".json":
+        return f"{said}; give a config.json as transformers writes it, or its folder"
+    return (
+        f"{said}; of a model on the Hugging Face hub, fetch the configuration first: "
+        f"hf download {path} config.json --local-dir {path.name} && pm-ops inspect {path.name}"
+    )
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -149,9 +163,13 @@ def _notes_on_layers(config: Mapping[str, Any], layers: int) -> list[str]:
     if other:
         raise ValueError(f"layer_types has {', '.join(other)}: layers without plain K and V are not supported yet")
     if kinds and len(kinds) != layers:
-        raise ValueError(f"layer_types names {len(kinds)} layers, the model has {layers}")
+        raise ValueError(f"layer_types names {counted(len(kinds), 'layer')}, the model has {layers}")
     windowed = [kind for kind in kinds if kind != "full_attention"]
-    if not windowed or len(windowed) == layers:
+    key, window = _first(config, WINDOW)
+    if windowed:
+        said = f"{len(windowed)} of {counted(layers, 'layer')} see a window only ({', '.join(sorted(set(windowed)))})"
+    elif not kinds and key and config.get("use_sliding_window") is not False:
+        said = f"{key} is {window}: layers may see a window only"
+    else:
         return []
-    names = ", ".join(sorted(set(windowed)))
-    return [f"{len(windowed)} of {layers} layers see a window only ({names}); no page is freed behind it"]
+    return [f"{said}; the layout keeps all tokens until you free pages"]

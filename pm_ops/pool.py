@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .allocator import PageAllocator
-from .layout import PageLayout, Plane, dtype_name
+from .layout import PageLayout, Plane, counted, dtype_name
 from .ops._common import plane_view
 from .ops.pages import page_view
 
@@ -43,6 +43,7 @@ class PagePool:
 
     Raises:
         ValueError: the buffer is of another kind or too small, or base and stride do not fit the layout's dtypes.
+        RuntimeError: the device is a CUDA device, and torch sees none.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PagePool:
         self._check_geometry()
         end = base + (num_pages - 1) * self.page_stride + layout.page_bytes
         if buffer is None:
+            _check_device(device)
             buffer = torch.zeros(end, dtype=torch.uint8, device=device or "cpu")
         else:
             _check_buffer(buffer, end, device)
@@ -165,8 +167,8 @@ class PagePool:
         return own
 
     def __repr__(self) -> str:
-        size = f"{self.num_pages} pages of {self.layout.page_bytes} B"
-        return f"PagePool({self.layout.name}, {size}, {self.page_size} tokens a page, {self.device})"
+        size = f"{counted(self.num_pages, 'page')} of {self.layout.page_bytes} B"
+        return f"PagePool({self.layout.name}, {size}, {counted(self.page_size, 'token')} a page, {self.device})"
 
     def _located(self, layer: int, kind: str) -> tuple[Plane, int]:
         """A plane, and the bytes to add to its offset for each layer.
@@ -225,6 +227,17 @@ def _even(layout: PageLayout, kind: str) -> tuple[Plane, int] | None:
     return (first, step) if len(planes) == len(layout.layers) else None
 
 
+def _check_device(device: torch.device | str | None) -> None:
+    if device is None or torch.device(device).type != "cuda" or torch.cuda.is_available():
+        return
+    built = torch.version.cuda or torch.version.hip
+    reason = "no usable GPU or driver was found" if built else "it was built for the CPU only"
+    raise RuntimeError(
+        f"device={str(device)!r}, but torch {torch.__version__} sees no CUDA device: {reason}. Install a CUDA build of "
+        "torch on a machine with a GPU, or leave device out for a pool on the CPU"
+    )
+
+
 def _check_buffer(buffer: Tensor, end: int, device: torch.device | str | None) -> None:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.storage_offset():
         raise ValueError(
@@ -233,6 +246,6 @@ def _check_buffer(buffer: Tensor, end: int, device: torch.device | str | None) -
             "for a region of a larger buffer pass base="
         )
     if buffer.numel() < end:
-        raise ValueError(f"buffer holds {buffer.numel()} bytes, the pool's pages end at byte {end}")
+        raise ValueError(f"buffer holds {counted(buffer.numel(), 'byte')}, the pool's pages end at byte {end}")
     if device is not None and torch.device(device).type != buffer.device.type:
         raise ValueError(f"device={device} but the buffer is on {buffer.device}; leave device out")

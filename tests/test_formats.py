@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -165,6 +166,21 @@ def test_only_layers_of_8_bits_have_scales() -> None:
 def test_a_list_of_the_wrong_length_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="kv_heads has 2 values for 3 layers"):
         pm_ops.page_major(3, [1, 2], 8, 4, torch.float32)
+
+
+@pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major, pm_ops.vllm])
+def test_a_dtype_may_be_given_by_its_name(make: Callable[..., pm_ops.PageLayout]) -> None:
+    for name in ("bfloat16", "torch.bfloat16"):
+        assert make(2, 3, 8, 4, name) == make(2, 3, 8, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"unknown dtype 'bf16'; use torch's names"):
+        make(2, 3, 8, 4, "bf16")
+    with pytest.raises(ValueError, match=r"dtype is <class 'float'>; give a torch dtype"):
+        make(2, 3, 8, 4, float)
+
+
+def test_names_of_dtypes_may_differ_by_layer() -> None:
+    mixed = pm_ops.page_major(2, 3, 8, 4, ["bfloat16", torch.float32])
+    assert [mixed.plane(i, "key").dtype for i in range(2)] == [torch.bfloat16, torch.float32]
 
 
 def test_an_unknown_vllm_order_is_refused_with_the_supported_ones() -> None:

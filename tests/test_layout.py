@@ -291,6 +291,16 @@ mixed: a page of 4 tokens, 3 layers, 352 B (64 B a token)
   352  end           padding 8 B""",
         )
 
+    def test_one_of_each(self) -> None:
+        self.assertExpectedInline(
+            str(pm_ops.page_major(1, 1, 3, 1, torch.float16)),
+            """\
+page_major: a page of 1 token, 1 layer, 12 B (12 B a token)
+   0  L0 key    1 token x 1 x 3 float16  strides: token 6 B, head 6 B
+   6  L0 value  1 token x 1 x 3 float16  strides: token 6 B, head 6 B
+  12  end       no padding""",
+        )
+
     def test_padding(self) -> None:
         self.assertExpectedInline(
             str(LAYOUTS["token_major"]),

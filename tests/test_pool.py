@@ -317,6 +317,25 @@ def test_a_base_or_stride_that_does_not_fit_is_refused(options: dict[str, int], 
         PagePool(LAYOUTS["page_major"], 2, buffer=torch.zeros(4096, dtype=torch.uint8), **options)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "reason"), [(None, "it was built for the CPU only"), ("13.0", "no usable GPU or driver was found")]
+)
+def test_a_cuda_pool_without_a_cuda_device_says_why(
+    cuda: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for device in ("cuda", torch.device("cuda:0")):
+        with pytest.raises(RuntimeError, match=rf"device='cuda.*sees no CUDA device: {reason}"):
+            PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 2, device)
+
+
+def test_a_pool_prints_its_counts_as_words_go() -> None:
+    one, two = (PagePool(pm_ops.page_major(1, 1, 8, n, torch.float32), n) for n in (1, 2))
+    assert repr(one) == "PagePool(page_major, 1 page of 64 B, 1 token a page, cpu)"
+    assert repr(two) == "PagePool(page_major, 2 pages of 128 B, 2 tokens a page, cpu)"
+
+
 @pytest.mark.parametrize(("num_pages", "reserve_null"), [(0, False), (-1, False), (1, True)])
 def test_a_pool_without_a_page_to_hand_out_is_refused(num_pages: int, reserve_null: bool) -> None:
     with pytest.raises(ValueError, match="num_pages"):

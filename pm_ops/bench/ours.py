@@ -12,7 +12,6 @@ from torch import Tensor
 
 import pm_ops
 
-from ..ops.attention import IMPLEMENTATIONS
 from .implementation import ATTENTION, PAGES, ROPE, STORE, Bound, Implementation, Missing, Unsupported
 from .memory import PAGE_MAJOR, Memory
 from .peer_fa3 import FA3
@@ -20,7 +19,7 @@ from .work import AttentionWork, PagesWork, RopeWork, StoreWork
 
 
 class PmOps(Implementation):
-    """What a call without further options does."""
+    """What a call without further options does, with kernels of pm_ops' own where it might take another's."""
 
     name = "pm_ops"
     kinds = ATTENTION | STORE | ROPE | PAGES
@@ -28,7 +27,7 @@ class PmOps(Implementation):
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """``pm_ops.attention``, all of K and V read from pages."""
-        return Bound(_attention(work, memory))
+        return Bound(_attention(work, memory, impl=_own(work)))
 
     def store(self, work: StoreWork, memory: Memory) -> Bound:
         """``pm_ops.store_kv``."""
@@ -78,7 +77,7 @@ class PmOpsNewRows(Implementation):
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """``pm_ops.attention(..., new_key=, new_value=)``."""
         key, value = work.new_rows
-        return Bound(_attention(work, memory, new_key=key, new_value=value))
+        return Bound(_attention(work, memory, impl=_own(work), new_key=key, new_value=value))
 
 
 class PmOpsFA3(Implementation):
@@ -91,12 +90,15 @@ class PmOpsFA3(Implementation):
 
     def __init__(self, library: FA3) -> None:
         self.library = library  # loaded: what impl="fa3" calls
-        if "fa3" not in IMPLEMENTATIONS:
-            raise Missing(f"attention of this pm_ops knows impl={', '.join(IMPLEMENTATIONS)} only")
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """``pm_ops.attention(..., impl="fa3")``."""
-        return Bound(_attention(work, memory, impl="fa3"))
+        run = _attention(work, memory, impl="fa3")
+        try:
+            run()
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+        return Bound(run)
 
 
 def _geometry(memory: Memory) -> dict[str, Any]:
@@ -108,6 +110,11 @@ def _geometry(memory: Memory) -> dict[str, Any]:
         key_dtype=memory.key.dtype,
         value_dtype=memory.value.dtype,
     )
+
+
+def _own(work: AttentionWork) -> str:
+    """Not auto, which takes FlashAttention 3 for many queries, since that is loaded where it is measured too."""
+    return "triton" if work.query.is_cuda else "auto"
 
 
 def _attention(work: AttentionWork, memory: Memory, **options: Any) -> Callable[[], Tensor]:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention_hopper
-from .attention_plan import Shape, plan, shape_of
+from .attention_plan import Shape, plan_of, shape_of
 from .attention_tile import attend
 from .common import LN2, LOG2E, TRITON_DTYPE
 from .launch import Launch
@@ -328,7 +328,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(4096)
 def _launch(s: Shape, page_size: int, strides: tuple[int, ...], softcap: bool, asm: bool) -> tuple[int, Launch]:
     """The number of splits and the launch; `strides` are the kernel's last numbers, from `query_stride` on."""
-    p = plan(s)
+    p = plan_of(s)
     (_, *key_strides, _), (_, *value_strides, _) = strides[4:8], strides[8:12]
     run = Launch(
         _attention,

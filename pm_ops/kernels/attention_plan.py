@@ -59,6 +59,7 @@ class Shape(NamedTuple):
     causal: bool
     bias: bool
     packed: bool
+    value_scaled: bool
     split_keys: int
     query_dtype: torch.dtype
     key_dtype: torch.dtype
@@ -84,6 +85,7 @@ def shape_of(a: Attention) -> Shape:
         a.causal,
         a.bias is not None,
         _packed(a),
+        a.value_scale_plane is not None,
         SPLIT_KEYS if a.batch_invariant else 0,
         a.query.dtype,
         a.key_dtype,
@@ -92,7 +94,12 @@ def shape_of(a: Attention) -> Shape:
     )
 
 
-def plan(s: Shape) -> Plan:
+def plan(a: Attention) -> Plan:
+    """How a call is cut into programs."""
+    return plan_of(shape_of(a))
+
+
+def plan_of(s: Shape) -> Plan:
     """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
     group = s.q_heads // s.kv_heads
     key_dot, value_dot = _dot_dtypes(s.query_dtype, s.key_dtype, s.value_dtype)
@@ -110,6 +117,8 @@ def plan(s: Shape) -> Plan:
         # a width of 128 two warps are up to 1.3 times faster than four, at 64 and 256 as much slower); a third stage
         # fetches page ids one tile ahead of keys and values.
         warps, stages, block_n = 2 if block_k == block_v == 128 else 4, 3, 128 if s.packed and widest <= 128 else 64
+        if s.value_scaled:
+            stages = 2  # measured: registers hold what the third would
     elif block_m == 128 and widest <= 128:
         warps, stages, block_n = 8, 3, 128
     else:

@@ -26,7 +26,7 @@ REMEMBERS = (
     and hasattr(knobs.runtime, "add_stages_inspection_hook")
     and hasattr(knobs.compilation, "instrumentation_mode")
 )
-"""Whether this triton is one whose variants can be remembered; with others every launch is ``kernel[grid](...)``."""
+"""Whether this triton's variants can be remembered. If not, every launch is ``kernel[grid](...)``: the same, slower."""
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
@@ -66,12 +66,8 @@ class Launch:
     def on_current_device(self, device: int, args: tuple[Any, ...]) -> None:
         """Launch on the current CUDA device, whose index is given."""
         runtime, kernel = knobs.runtime, self.kernel
-        if (
-            not REMEMBERS
-            or type(kernel) is not JITFunction
-            or kernel.pre_run_hooks
-            or runtime.add_stages_inspection_hook is not None
-        ):
+        hooked = type(kernel) is not JITFunction or kernel.pre_run_hooks or runtime.add_stages_inspection_hook
+        if hooked or not REMEMBERS:
             self.through_triton(args)
             return
         key = (device, runtime.debug, knobs.compilation.instrumentation_mode, *specialisation(args))

@@ -1,8 +1,10 @@
-"""Page verbs and copy_slots: bytes between the pool and rows of a workspace.
+"""Page verbs and copy_slots: bytes moved within the pool, or between it and rows of their own.
 
-Copies go through a fresh workspace, all reads before the first write, so overlapping sources and destinations need no
-care. Both directions move words as wide as the geometry divides: 16 bytes as two int64 a thread, which the compiler
-joins where strides allow it, else 8, 4, 2 or 1.
+Overlapping copies equal reading everything before writing anything. A first launch writes straight to a target only if
+that is no row's source, so that no read of the launch, in whatever order, meets a byte written by it; the other rows it
+stages in a workspace. A second launch, which begins when every read is done, moves the staged rows to their targets.
+All words are as wide as the geometry divides: 16 bytes as two int64 a thread, which the compiler joins, else 8, 4, 2 or
+1.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import slot_offset
+from .common import cdiv, next_power_of_2, slot_offset
 from .launch import launch
 
 if TYPE_CHECKING:
@@ -24,64 +26,116 @@ if TYPE_CHECKING:
     PageVerb = CopyPages | GatherPages | ScatterPages | ZeroPages
 
 _WORD = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-_PAGE_BLOCK = 8192  # bytes a program moves of a page: four 16-byte words a thread
-_RUN_BLOCK = 2048  # bytes of a token's run that a program moves at a time
+# Block sizes as measured on an H200.
+_PAGE_WORDS, _WARP_WORDS = 8192, 512  # of a page that a program and a warp move: eight pairs of words a thread at once
+_RUN_BLOCK, _RUN_WARPS = 2048, 1  # bytes of a slot's run that a program moves at a time
+_SECOND_WARPS = 2048  # of a copy's second launch, which mostly finds nothing to do
+_COMPARE_MOST = 4096  # ids up to which each target is compared with every source; more are looked up in a table
+_FLAGS = tl.constexpr(1024)  # rows' flags that are looked at together; their number is padded to a multiple
 
 
 @triton.jit
+def _load_words(address, first, nbytes, exists, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    """Words `first + [0, BLOCK)` of the `nbytes` at an address; 0 past them, or where there is nothing."""
+    word = first + tl.arange(0, BLOCK)
+    source = address.to(tl.pointer_type(WORD)) + word
+    return tl.load(source, mask=(word < nbytes // WORD_BYTES) & exists, other=0)
+
+
+@triton.jit
+def _store_words(address, first, nbytes, x, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    word = first + tl.arange(0, BLOCK)
+    tl.store(address.to(tl.pointer_type(WORD)) + word, x, mask=word < nbytes // WORD_BYTES)
+
+
+@triton.jit(do_not_specialize=["chunks"])
 def _gather_pages(
-    buffer,
-    rows,
-    pages,
-    chunks,
-    base: tl.int64,
-    page_stride: tl.int64,
-    page_bytes: tl.int64,
-    num_pages: tl.int64,
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    i = tl.program_id(0) // chunks
+    buffer, rows, pages, chunks, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64, num_pages: tl.int64,
+    WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = (tl.program_id(0) // chunks).to(tl.int64)
+    first = (tl.program_id(0) % chunks).to(tl.int64) * BLOCK
     page = tl.load(pages + i).to(tl.int64)
-    word = (tl.program_id(0) % chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = word < page_bytes // WORD_BYTES
-    source = (buffer + (base + page * page_stride)).to(tl.pointer_type(WORD))
-    x = tl.load(source + word, mask=inside & (page >= 0) & (page < num_pages), other=0)
-    tl.store((rows + i.to(tl.int64) * page_bytes).to(tl.pointer_type(WORD)) + word, x, mask=inside)
+    exists = (page >= 0) & (page < num_pages)
+    x = _load_words(buffer + (base + page * page_stride), first, page_bytes, exists, WORD, WORD_BYTES, BLOCK)
+    _store_words(rows + i * page_bytes, first, page_bytes, x, WORD, WORD_BYTES, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _scatter_pages(
-    buffer,
-    rows,  # None: zeros
-    pages,
-    sources,  # the pages that the rows were gathered from: a row without one is not written; or None
-    chunks,
-    base: tl.int64,
-    page_stride: tl.int64,
-    page_bytes: tl.int64,
-    num_pages: tl.int64,
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    i = tl.program_id(0) // chunks
+    buffer, rows, pages, chunks, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64, num_pages: tl.int64,
+    WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = (tl.program_id(0) // chunks).to(tl.int64)
+    first = (tl.program_id(0) % chunks).to(tl.int64) * BLOCK
     page = tl.load(pages + i).to(tl.int64)
-    word = (tl.program_id(0) % chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    written = (word < page_bytes // WORD_BYTES) & (page >= 0) & (page < num_pages)
-    if sources is not None:
-        source = tl.load(sources + i).to(tl.int64)
-        written = written & (source >= 0) & (source < num_pages)
-    if rows is None:
-        x = tl.zeros([BLOCK], WORD)
-    else:
-        x = tl.load((rows + i.to(tl.int64) * page_bytes).to(tl.pointer_type(WORD)) + word, mask=written)
-    tl.store((buffer + (base + page * page_stride)).to(tl.pointer_type(WORD)) + word, x, mask=written)
+    if (page >= 0) & (page < num_pages):
+        if rows is None:
+            x = tl.zeros([BLOCK], WORD)
+        else:
+            x = _load_words(rows + i * page_bytes, first, page_bytes, True, WORD, WORD_BYTES, BLOCK)
+        _store_words(buffer + (base + page * page_stride), first, page_bytes, x, WORD, WORD_BYTES, BLOCK)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _compare(src, dst, staged, count, ROWS: tl.constexpr, IDS: tl.constexpr):
+    """Whether each of ROWS targets is the source of a row."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    target = tl.load(dst + tl.minimum(i, count - 1))
+    hits = tl.zeros([ROWS, IDS], tl.int1)
+    for start in tl.range(0, count, IDS):
+        j = tl.minimum(start + tl.arange(0, IDS), count - 1)
+        hits = hits | (target[:, None] == tl.load(src + j)[None, :])
+    tl.store(staged + i, tl.where(i < count, tl.max(hits.to(tl.int8), 1), 0))
 
 
 @triton.jit
-def _copy_run(source, target, words, WORD: tl.constexpr, BLOCK: tl.constexpr):
+def _pair(src, dst, i, limit):
+    """Row i's source and target, and whether there is anything to copy: both exist, and they differ."""
+    source = tl.load(src + i).to(tl.int64)
+    target = tl.load(dst + i).to(tl.int64)
+    return source, target, (source >= 0) & (source < limit) & (target >= 0) & (target < limit) & (source != target)
+
+
+@triton.jit
+def _parts(staged, count, parts, SECOND: tl.constexpr):
+    """How many parts there are to look at: none in the second launch, where no row is staged."""
+    if SECOND:
+        found = tl.zeros([_FLAGS], tl.int8)
+        for start in tl.range(0, count, _FLAGS):
+            found = found | tl.load(staged + start + tl.arange(0, _FLAGS))
+        parts = tl.where(tl.max(found, 0) != 0, parts, 0)
+    return parts
+
+
+@triton.jit(do_not_specialize=["count", "chunks", "parts"])
+def _copy_pages(
+    buffer, rows, src, dst, staged, count, chunks, parts, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64,
+    num_pages: tl.int64, SECOND: tl.constexpr, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND), tl.num_programs(0)):
+        i = (part // chunks).to(tl.int64)
+        first = (part % chunks).to(tl.int64) * BLOCK
+        source, target, copied = _pair(src, dst, i, num_pages)
+        through = tl.load(staged + i) != 0
+        if SECOND:
+            copied = copied & through
+        if copied:
+            row = rows + i * page_bytes
+            if SECOND:
+                x = _load_words(row, first, page_bytes, True, WORD, WORD_BYTES, BLOCK)
+            else:
+                x = _load_words(
+                    buffer + (base + source * page_stride), first, page_bytes, True, WORD, WORD_BYTES, BLOCK
+                )
+            if through and not SECOND:
+                _store_words(row, first, page_bytes, x, WORD, WORD_BYTES, BLOCK)
+            else:
+                _store_words(buffer + (base + target * page_stride), first, page_bytes, x, WORD, WORD_BYTES, BLOCK)
+
+
+@triton.jit
+def _copy_words(source, target, words, WORD: tl.constexpr, BLOCK: tl.constexpr):
     source = source.to(tl.pointer_type(WORD))
     target = target.to(tl.pointer_type(WORD))
     for start in tl.range(0, words, BLOCK):
@@ -89,125 +143,130 @@ def _copy_run(source, target, words, WORD: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(target + word, tl.load(source + word, mask=word < words), mask=word < words)
 
 
-@triton.jit(do_not_specialize=["num_runs"])
-def _move_slots(
-    buffer,
-    rows,
-    slots,
-    partners,
-    runs,
-    num_runs,
-    capacity: tl.int64,
-    base: tl.int64,
-    page_stride: tl.int64,
-    row_bytes: tl.int64,
-    GATHER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    RUNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One run of one slot to its place in the slot's workspace row, or back; nothing if its partner does not exist."""
-    i = (tl.program_id(0) // num_runs).to(tl.int64)
-    r = tl.program_id(0) % num_runs
-    slot = tl.load(slots + i).to(tl.int64)
-    partner = tl.load(partners + i).to(tl.int64)
-    offset = tl.load(runs + r * 3)
-    token_stride = tl.load(runs + r * 3 + 1)
-    nbytes = tl.load(runs + r * 3 + 2)
-    before = tl.arange(0, RUNS)
-    earlier = tl.load(runs + before * 3 + 2, mask=before < r, other=0)
-    at = tl.sum((earlier + 15) // 16 * 16, 0)  # every run starts at a multiple of 16 in the workspace
-    if (slot >= 0) & (slot < capacity) & (partner >= 0) & (partner < capacity) & (at + nbytes <= row_bytes):
-        cell = base + offset + slot_offset(slot // PAGE_SIZE, slot % PAGE_SIZE, page_stride, token_stride)
-        place = i * row_bytes + at
-        if ((cell | nbytes) % 16 == 0) & ALIGNED:
-            # written so that the compiler sees the multiple of 16; a hint on `cell` would hold in the other branch too
-            cell = cell // 16 * 16
-            place = place // 16 * 16
-            if GATHER:
-                _copy_run(buffer + cell, rows + place, nbytes // 16 * 2, tl.int64, BLOCK // 8)
-            else:
-                _copy_run(rows + place, buffer + cell, nbytes // 16 * 2, tl.int64, BLOCK // 8)
-        else:
-            if GATHER:
-                _copy_run(buffer + cell, rows + place, nbytes, tl.int8, BLOCK // 4)
-            else:
-                _copy_run(rows + place, buffer + cell, nbytes, tl.int8, BLOCK // 4)
+@triton.jit
+def _copy_run(source, at, target, to, nbytes, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """A run of bytes from `source + at` to `target + to`."""
+    if ((at | to | nbytes) % 16 == 0) & ALIGNED:
+        # written so that the compiler sees the multiples of 16; a hint on `at` would hold in the other branch too
+        _copy_words(source + at // 16 * 16, target + to // 16 * 16, nbytes // 16 * 2, tl.int64, BLOCK // 8)
+    else:
+        _copy_words(source + at, target + to, nbytes, tl.int8, BLOCK // 4)
 
 
-def _page_words(a: PageVerb, rows: Tensor | None) -> tuple[int, dict[str, object]]:
+@triton.jit(do_not_specialize=["count", "num_runs", "parts"])
+def _copy_slots(
+    buffer, rows, src, dst, staged, runs, count, num_runs, parts, capacity: tl.int64, base: tl.int64,
+    page_stride: tl.int64, row_bytes: tl.int64, SECOND: tl.constexpr, ALIGNED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RUNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND), tl.num_programs(0)):
+        i = (part // num_runs).to(tl.int64)
+        r = part % num_runs
+        source, target, copied = _pair(src, dst, i, capacity)
+        through = tl.load(staged + i) != 0
+        offset = base + tl.load(runs + r * 3)
+        token_stride = tl.load(runs + r * 3 + 1)
+        nbytes = tl.load(runs + r * 3 + 2)
+        if copied:
+            at = offset + slot_offset(source // PAGE_SIZE, source % PAGE_SIZE, page_stride, token_stride)
+            to = offset + slot_offset(target // PAGE_SIZE, target % PAGE_SIZE, page_stride, token_stride)
+            if through:
+                earlier = tl.arange(0, RUNS)
+                earlier = tl.load(runs + earlier * 3 + 2, mask=earlier < r, other=0)
+                place = tl.sum((earlier + 15) // 16 * 16, 0)  # in the row, where every run starts at a multiple of 16
+                nbytes = tl.where(place + nbytes <= row_bytes, nbytes, 0)
+                place += i * row_bytes
+                if SECOND:
+                    _copy_run(rows, place, buffer, to, nbytes, ALIGNED, BLOCK)
+                else:
+                    _copy_run(buffer, at, rows, place, nbytes, ALIGNED, BLOCK)
+            elif not SECOND:
+                _copy_run(buffer, at, buffer, to, nbytes, ALIGNED, BLOCK)
+
+
+def _words(a: PageVerb, rows: Tensor | None) -> tuple[int, dict[str, object]]:
     """Programs a page, and the launch's constants: the widest word that divides every address."""
     base, page_stride, page_bytes, _ = a.region
     width = math.gcd(base, page_stride, page_bytes, a.buffer.data_ptr(), rows.data_ptr() if rows is not None else 0, 8)
-    block = min(_PAGE_BLOCK, triton.next_power_of_2(page_bytes)) // width
-    return triton.cdiv(page_bytes // width, block), {"WORD": _WORD[width], "WORD_BYTES": width, "BLOCK": block}
-
-
-def _gather(a: CopyPages | GatherPages, pages: Tensor) -> Tensor:
-    rows = a.buffer.new_empty((pages.shape[0], a.region[2]))
-    if rows.numel():
-        chunks, words = _page_words(a, rows)
-        args = (a.buffer, rows, pages.contiguous(), chunks, *a.region)
-        launch(_gather_pages, (pages.shape[0] * chunks,), *args, **words, num_warps=4)
-    return rows
-
-
-def _scatter(a: PageVerb, rows: Tensor | None, pages: Tensor, sources: Tensor | None) -> None:
-    if pages.shape[0] and a.region[2]:
-        chunks, words = _page_words(a, rows)
-        args = (a.buffer, rows, pages.contiguous(), sources, chunks, *a.region)
-        launch(_scatter_pages, (pages.shape[0] * chunks,), *args, **words, num_warps=4)
+    count = page_bytes // width
+    block = min(_PAGE_WORDS, next_power_of_2(count))
+    words = {"WORD": _WORD[width], "WORD_BYTES": width, "BLOCK": block, "num_warps": max(block // _WARP_WORDS, 1)}
+    return cdiv(count, block), words
 
 
 def gather_pages(a: GatherPages) -> Tensor:
     """`pm_ops::gather_pages`; pages past the end, where they are not refused, give zeros like those below 0."""
-    return _gather(a, a.pages)
+    rows = a.buffer.new_empty((a.pages.shape[0], a.region[2]))
+    if rows.numel():
+        chunks, words = _words(a, rows)
+        args = (a.buffer, rows, a.pages.contiguous(), chunks, *a.region)
+        launch(_gather_pages, (rows.shape[0] * chunks,), *args, **words)
+    return rows
+
+
+def _scatter(a: ScatterPages | ZeroPages, rows: Tensor | None) -> None:
+    count = a.pages.shape[0]
+    if count and a.region[2]:
+        chunks, words = _words(a, rows)
+        args = (a.buffer, rows, a.pages.contiguous(), chunks, *a.region)
+        launch(_scatter_pages, (count * chunks,), *args, **words)
 
 
 def scatter_pages(a: ScatterPages) -> None:
     """`pm_ops::scatter_pages`."""
-    _scatter(a, a.rows.contiguous(), a.pages, None)
+    _scatter(a, a.rows.contiguous())
 
 
 def zero_pages(a: ZeroPages) -> None:
     """`pm_ops::zero_pages`."""
-    _scatter(a, None, a.pages, None)
+    _scatter(a, None)
+
+
+def _find_staged(src: Tensor, dst: Tensor, limit: int) -> Tensor:
+    """A flag a row, and zeros up to a multiple of `_FLAGS`: its target is read. `limit`: pages or slots of the pool."""
+    count = src.shape[0]
+    padded = cdiv(count, _FLAGS.value) * _FLAGS.value
+    if count > _COMPARE_MOST:
+        read = torch.zeros(limit + 2, dtype=torch.int8, device=src.device)  # ids out of range share its ends
+        read.index_fill_(0, src.long().clamp(-1, limit) + 1, 1)
+        return torch.nn.functional.pad(read[dst.long().clamp(-1, limit) + 1], (0, padded - count))
+    staged = torch.empty(padded, dtype=torch.int8, device=src.device)
+    launch(_compare, (padded // 16,), src, dst, staged, count, ROWS=16, IDS=512, num_warps=8)
+    return staged
 
 
 def copy_pages(a: CopyPages) -> None:
-    """`pm_ops::copy_pages`, through a workspace of `len(src)` pages. A pair of which one is missing copies nothing."""
-    _scatter(a, _gather(a, a.src), a.dst, a.src.contiguous())
+    """`pm_ops::copy_pages`. A pair of which one is missing copies nothing."""
+    count, page_bytes = a.src.shape[0], a.region[2]
+    if count == 0 or page_bytes == 0:
+        return
+    src, dst = a.src.contiguous(), a.dst.contiguous()
+    rows = a.buffer.new_empty((count, page_bytes))  # only what is staged touches it
+    chunks, words = _words(a, rows)
+    parts = count * chunks
+    staged = _find_staged(src, dst, a.region[3])
+    for second in (False, True)[:count]:  # a row alone is never staged
+        programs = min(parts, _SECOND_WARPS * _WARP_WORDS // _PAGE_WORDS) if second else parts
+        args = (a.buffer, rows, src, dst, staged, count, chunks, parts, *a.region)
+        launch(_copy_pages, (programs,), *args, SECOND=second, **words)
 
 
 def copy_slots(a: CopySlots) -> None:
-    """`pm_ops::copy_slots`, through a workspace of `len(src)` tokens."""
+    """`pm_ops::copy_slots`. A pair of which one is missing copies nothing."""
     base, page_stride, page_bytes, num_pages = a.region
-    num_slots, num_runs = a.src.shape[0], a.runs.shape[0]
-    if num_slots == 0 or num_runs == 0:
+    count, num_runs = a.src.shape[0], a.runs.shape[0]
+    if count == 0 or num_runs == 0:
         return
-    # The runs' lengths are on the device; planes do not overlap, so that all tokens' runs fit a page.
-    row_bytes = (page_bytes // a.page_size + 15) // 16 * 16 + 16 * num_runs
-    rows = torch.empty(num_slots * row_bytes, dtype=torch.uint8, device=a.buffer.device)
     src, dst, runs = a.src.contiguous(), a.dst.contiguous(), a.runs.contiguous()
-    for gather, slots, partners in ((True, src, dst), (False, dst, src)):
+    capacity, parts = num_pages * a.page_size, count * num_runs
+    # The runs' lengths are on the device; planes do not overlap, so that all runs of a slot fit in its share of a page.
+    row_bytes = (page_bytes // a.page_size + 15) // 16 * 16 + 16 * num_runs
+    rows = a.buffer.new_empty(count * row_bytes)  # only what is staged touches it
+    staged = _find_staged(src, dst, capacity)
+    for second in (False, True)[:count]:  # a row alone is never staged
+        programs = min(parts, _SECOND_WARPS // _RUN_WARPS) if second else parts
         launch(
-            _move_slots,
-            (num_slots * num_runs,),
-            a.buffer,
-            rows,
-            slots,
-            partners,
-            runs,
-            num_runs,
-            num_pages * a.page_size,
-            base,
-            page_stride,
-            row_bytes,
-            GATHER=gather,
-            ALIGNED=a.buffer.data_ptr() % 16 == 0,
-            PAGE_SIZE=a.page_size,
-            RUNS=triton.next_power_of_2(num_runs),
-            BLOCK=_RUN_BLOCK,
-            num_warps=1,
-        )
+            _copy_slots, (programs,), a.buffer, rows, src, dst, staged, runs, count, num_runs, parts, capacity, base,
+            page_stride, row_bytes, SECOND=second, ALIGNED=a.buffer.data_ptr() % 16 == 0, PAGE_SIZE=a.page_size,
+            RUNS=next_power_of_2(num_runs), BLOCK=_RUN_BLOCK, num_warps=_RUN_WARPS,
+        )  # fmt: skip

@@ -38,22 +38,23 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _load_pairs(row, stride, exists, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _load_pairs(
+    row,
+    stride,
+    exists,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EVICT: tl.constexpr,
+):
     """The first and the second elements of the pairs of rows, in fp32; zeros where there are none."""
     if INTERLEAVED:  # one vectorised load, then apart
-        d = tl.arange(0, 2 * BLOCK)[None, :]
-        x = tl.load(row[:, None] + d.to(tl.int64) * stride, mask=exists[:, None] & (d < 2 * HALF), other=0.0).to(
-            tl.float32
-        )
+        x = load_row(row, stride, exists, 0, 2 * HALF, 2 * BLOCK, EVICT).to(tl.float32)
         first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK, 2)))
     else:
-        d = tl.arange(0, BLOCK)[None, :]
-        first = tl.load(row[:, None] + d.to(tl.int64) * stride, mask=exists[:, None] & (d < HALF), other=0.0).to(
-            tl.float32
-        )
-        second = tl.load(
-            row[:, None] + (d + HALF).to(tl.int64) * stride, mask=exists[:, None] & (d < HALF), other=0.0
-        ).to(tl.float32)
+        first = load_row(row, stride, exists, 0, HALF, BLOCK, EVICT)
+        second = load_row(row, stride, exists, HALF, 2 * HALF, BLOCK, EVICT)
+        first, second = first.to(tl.float32), second.to(tl.float32)
     return first, second
 
 
@@ -103,16 +104,16 @@ def _rotated(
     INTERLEAVED: tl.constexpr,
 ):
     """First and second elements of the pairs and the rest, after norm and rotation, rounded to the rows' own dtype."""
-    position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
-    known = (position >= 0) & (position < max_position)
-    cos, sin = _load_pairs(
-        cos_sin + position * table_stride, table_dim_stride, exists & known, HALF, BLOCK, INTERLEAVED=False
-    )
-    cos = tl.where(known[:, None], cos, float("nan"))
-    first, second = _load_pairs(row, stride, exists, HALF, BLOCK, INTERLEAVED)
+    first, second = _load_pairs(row, stride, exists, HALF, BLOCK, INTERLEAVED, "evict_first")
     rest = first  # stands for none
     if DIM > 2 * HALF:
-        rest = load_row(row, stride, exists, 2 * HALF, DIM, REST_BLOCK)
+        rest = load_row(row, stride, exists, 2 * HALF, DIM, REST_BLOCK, "evict_first")
+    # Without a barrier ptxas issues these loads, which wait for nothing, only once the position has come.
+    tl.debug_barrier()
+    position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
+    known = (position >= 0) & (position < max_position)
+    cos, sin = _load_pairs(cos_sin + position * table_stride, table_dim_stride, exists & known, HALF, BLOCK, False, "")
+    cos = tl.where(known[:, None], cos, float("nan"))
     if weight is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if DIM > 2 * HALF:
@@ -120,12 +121,12 @@ def _rotated(
             squares += tl.sum(rest * rest, 1)
         weights = weight + tl.zeros([1], tl.int32)  # one row, of all heads
         one = tl.full([1], 1, tl.int1)
-        first_weight, second_weight = _load_pairs(weights, 1, one, HALF, BLOCK, INTERLEAVED)
+        first_weight, second_weight = _load_pairs(weights, 1, one, HALF, BLOCK, INTERLEAVED, "")
         factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * DIM) + eps))[:, None]
         first = first * factor * (weight_offset + first_weight)
         second = second * factor * (weight_offset + second_weight)
         if DIM > 2 * HALF:
-            rest_weight = load_row(weights, 1, one, 2 * HALF, DIM, REST_BLOCK).to(tl.float32)
+            rest_weight = load_row(weights, 1, one, 2 * HALF, DIM, REST_BLOCK, "").to(tl.float32)
             rest = rest * factor * (weight_offset + rest_weight)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
@@ -213,7 +214,7 @@ def _rope_store_kv(
         row, t, h, exists = rows_of(block - query_blocks, num_tokens, KEY_HEADS, ROWS)
         page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
         if key_out is None:
-            exists = stored
+            exists = exists & (t < num_slots)  # not `stored`: the loads of rows then wait for no slot
         k_first, k_second, k_rest = _rotated(
             key + (t * key_stride + h * key_head_stride), k_weight, positions, cos_sin, t, exists,
             max_position, eps, weight_offset, key_dim_stride, table_stride, table_dim_stride,
@@ -309,7 +310,7 @@ def _launch(
     (num_tokens, query_heads, dim), (_, key_heads, _), (_, value_heads, value_dim) = shapes[:3]
     (max_position, rotary_dim), (num_slots,) = shapes[3:]
     half = rotary_dim // 2
-    _, rows, warps = tile(num_tokens, max(dim, value_dim))
+    _, rows, warps = tile(max(dim, value_dim), 2048)
     programs = (
         cdiv(num_tokens * query_heads, rows) + cdiv(num_tokens * key_heads, rows) + cdiv(num_slots * value_heads, rows)
     )

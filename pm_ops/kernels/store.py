@@ -108,7 +108,7 @@ def _load_kv(
     row, t, h, exists = rows_of(tl.program_id(0), num_slots, HEADS, ROWS)
     page, token, stored = slots_of(slots, t, exists, num_slots, capacity, PAGE_SIZE)
     cell = cells_of(buffer, page, token, h, offset, page_stride, token_stride, head_stride, DTYPE)
-    x = load_row(cell, 1, stored, 0, DIM, BLOCK)
+    x = load_row(cell, 1, stored, 0, DIM, BLOCK, "")
     if CONVERTED:
         if scale_plane is None:
             factor = one_scale(scale, scale_tensor)
@@ -182,7 +182,7 @@ def _store_launch(
     k, v = _side(key), _side(value)
     if num_slots == 0 or k.heads * k.dim + v.heads * v.dim == 0:
         return None
-    _, rows, warps = tile(num_slots, max(k.dim, v.dim))
+    _, rows, warps = tile(max(k.dim, v.dim), 1024)
     capacity = min(k.capacities + v.capacities) * page_size
     return Launch(
         _store_kv,
@@ -212,7 +212,7 @@ def load_kv(a: LoadKV) -> Tensor:
     out = a.buffer.new_empty((num_slots, a.heads, a.dim), dtype=a.out_dtype or a.dtype)
     if out.numel() == 0:
         return out
-    block, rows, warps = tile(num_slots, a.dim)
+    block, rows, warps = tile(a.dim, 1024 if num_slots <= 512 else 4096)
     capacity = a.plane[4] if a.scale_plane is None else min(a.plane[4], a.scale_plane[4])
     launch(
         _load_kv,

@@ -210,7 +210,7 @@ def require_scale(
             supported, got = ", ".join(map(dtype_name, LARGEST)), dtype_name(of) if of else "no rows"
             raise ValueError(f"{name}_plane goes with a plane of {supported}; got {got}")
         return
-    if of == torch.int8 and tensor is None and scale == 1.0:
+    if of is torch.int8 and tensor is None and scale == 1.0:
         raise ValueError(
             f"int8 needs scales: pass {name}, or use a layout with scales=True, which has one for each token and head"
         )

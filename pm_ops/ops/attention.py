@@ -28,7 +28,9 @@ from ._common import (
     scale_value,
 )
 
-IMPLEMENTATIONS = ("auto", "triton", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "fa3", "reference")
+FA3_QUERIES = 16
+"""``impl="auto"`` may take FlashAttention 3 for more queries of a sequence than these."""
 BATCH_INVARIANT_KEYS = 524288
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -59,14 +61,18 @@ class Attention:
             sequence, column ``j`` its key ``j``. Keys past ``S`` are hidden.
         key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device, or
             ``*_plane``, a plane of float32 ``(kv_heads, 1)`` with the scale of each token and head.
-        max_query_len: 0 or an upper bound of the query tokens of one sequence: a hint for choosing a kernel.
+        max_query_len: 0 or an upper bound of the query tokens of one sequence, which helps to choose a kernel. It must
+            hold: FlashAttention 3 leaves queries past it out.
         max_seq_len: 0 or about the most keys of one sequence, a hint for dividing the work where ``page_table`` is much
-            wider. Neither hint changes what is computed.
+            wider. It changes nothing that is computed.
         batch_invariant: a row's result, to the bit, follows from its query and its keys alone, whatever else is in the
             call. Slower, by Triton only, and for tables of at most ``BATCH_INVARIANT_KEYS`` keys.
         return_lse: also return the log-sum-exp of every query row.
-        impl: ``"triton"``, ``"reference"`` (plain torch; synchronises on CUDA) or ``"auto"``: triton on CUDA,
-            reference on CPU.
+        impl: ``"triton"``; ``"fa3"``, FlashAttention 3 where it is installed (refused with the reason where it is
+            missing or lacks what the call needs, see ``pm_ops.kernels.fa3``); ``"reference"`` (plain torch;
+            synchronises on CUDA); or ``"auto"``: reference on CPU, on CUDA triton; but fa3 where a sequence has more
+            than ``FA3_QUERIES`` queries (``max_query_len``, else ``Tq / B``), Triton's kernel for so many
+            (``pm_ops.kernels.attention_hopper``) does not take the call, and fa3 can. :func:`choose` tells which.
 
     Returns ``out [Tq, Hq, value_dim]`` of the query's dtype and ``lse [Tq, Hq]`` float32, natural log, sinks included
     (``[0]`` if not asked for). A row that sees no key gives 0 and -inf (with sinks: the sink). Bytes of slots that no
@@ -154,8 +160,10 @@ class Attention:
         )
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl={self.impl!r} is unknown; supported: {', '.join(IMPLEMENTATIONS)}")
-        if self.impl == "triton" and device.type == "cpu":
-            raise ValueError("impl='triton' needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'")
+        if self.impl in ("triton", "fa3") and device.type == "cpu":
+            raise ValueError(
+                f"impl={self.impl!r} needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'"
+            )
         if self.batch_invariant:
             self._check_batch_invariant(device)
         self._check_per_head("sinks", self.sinks, heads, device)
@@ -230,6 +238,11 @@ class Attention:
                     f"{self.query.shape[0]} query rows"
                 ),
             )
+            if self.max_query_len:
+                require_values(
+                    queries <= self.max_query_len,
+                    lambda: f"max_query_len={self.max_query_len}, but a sequence has {int(queries.max())} query tokens",
+                )
             if self.bias is not None and self.bias.shape[2] != 1:
                 most = self.bias.shape[2]
                 require_values(queries <= most, lambda: self._bias_too_short(int(queries.max())))
@@ -336,11 +349,34 @@ def _biased(bias: Tensor, logits: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     return logits + bias, visible & (bias != -torch.inf)
 
 
-_attention_triton = kernel("attention.attention")
+_IMPLEMENTATIONS = {
+    "triton": kernel("attention.attention"),
+    "fa3": kernel("fa3.attention"),
+    "reference": attention_reference,
+}
+_fa3_reason = kernel("fa3.reason")
+_hopper_takes = kernel("attention_hopper.takes")
+
+
+def choose(a: Attention) -> tuple[str, str]:
+    """What ``impl="auto"`` takes for this call, and why. It follows from shapes, dtypes and the machine."""
+    if a.query.device.type == "cpu":
+        return "reference", "the tensors are on the CPU"
+    queries = -(-a.query.shape[0] // max(a.seq_lens.shape[0], 1))
+    if a.query_start is not None and a.max_query_len:
+        queries = a.max_query_len
+    if queries <= FA3_QUERIES:
+        return "triton", f"a sequence has {queries} queries, not more than {FA3_QUERIES}"
+    if _hopper_takes(a):
+        return "triton", f"its kernel for many queries takes the {queries} of a sequence"
+    reason = _fa3_reason(a)
+    if reason is not None:
+        return "triton", f"FlashAttention 3 cannot make this call: {reason}"
+    return "fa3", f"a sequence has {queries} queries, which Triton's kernel for many queries does not take"
 
 
 def _attention_cuda(a: Attention) -> tuple[Tensor, Tensor]:
-    return attention_reference(a) if a.impl == "reference" else _attention_triton(a)
+    return _IMPLEMENTATIONS[choose(a)[0] if a.impl == "auto" else a.impl](a)
 
 
 def _attention_fake(a: Attention) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,18 +74,15 @@ class StoreKV:
         require_indices("slots", self.slots, device)
         if self.key is None and self.value is None:
             raise ValueError("store_kv needs a key, a value, or both; got neither")
-        for name, rows, plane, dtype, scale, tensor, scale_plane in self.sides():
-            self._check_rows(name, rows, plane, dtype, device, nbytes)
-            require_scale(f"{name}_scale", scale, tensor, scale_plane, dtype, device)
-            if rows is not None:
-                require_scale_plane(f"{name}_scale", nbytes, scale_plane, self.page_size, rows.shape[1])
-
-    def sides(self) -> tuple[tuple[Any, ...], ...]:
-        """Name, rows, plane, dtype, scale, scale tensor and scale plane, of the key and of the value."""
-        key = (self.key, self.key_plane, self.key_dtype, self.key_scale, self.key_scale_tensor, self.key_scale_plane)
-        value = (self.value, self.value_plane, self.value_dtype)
-        value_scale = (self.value_scale, self.value_scale_tensor, self.value_scale_plane)
-        return ("key", *key), ("value", *value, *value_scale)
+        key_scale, value_scale = self.key_scale_plane, self.value_scale_plane
+        self._check_rows("key", self.key, self.key_plane, self.key_dtype, device, nbytes)
+        self._check_rows("value", self.value, self.value_plane, self.value_dtype, device, nbytes)
+        require_scale("key_scale", self.key_scale, self.key_scale_tensor, key_scale, self.key_dtype, device)
+        require_scale("value_scale", self.value_scale, self.value_scale_tensor, value_scale, self.value_dtype, device)
+        if self.key is not None:
+            require_scale_plane("key_scale", nbytes, key_scale, self.page_size, self.key.shape[1])
+        if self.value is not None:
+            require_scale_plane("value_scale", nbytes, value_scale, self.page_size, self.value.shape[1])
 
     def _check_rows(
         self,
@@ -126,11 +122,14 @@ def store_rows(a: StoreKV) -> None:
         cells = plane_view(a.buffer, plane, a.page_size, stored.shape[1], stored.shape[2], stored.dtype)
         bits(cells)[page, token] = bits(stored)
 
-    for _, rows, plane, dtype, scale, tensor, scale_plane in a.sides():
-        if rows is None:
+    for rows, plane, dtype, scale, scale_plane in (
+        (a.key, a.key_plane, a.key_dtype, scale_value(a.key_scale, a.key_scale_tensor), a.key_scale_plane),
+        (a.value, a.value_plane, a.value_dtype, scale_value(a.value_scale, a.value_scale_tensor), a.value_scale_plane),
+    ):
+        if rows is None or plane is None or dtype is None:
             continue
         if scale_plane is None:
-            put(plane, quantise(rows[kept], dtype, scale_value(scale, tensor)))
+            put(plane, quantise(rows[kept], dtype, scale))
         else:
             stored, scales = quantise_rows(rows[kept], dtype)
             put(plane, stored)

@@ -180,7 +180,7 @@ def test_exhaustion_is_refused_before_anything_changes() -> None:
     reference.select([0, 0])
     held = pool.allocator.alloc(2)  # somebody else's: no page is left for the copy
     before = pool.buffer.clone()
-    with pytest.raises(RuntimeError, match="needs 0 new ones and 1 copies of shared ones, 0 of 4 are free"):
+    with pytest.raises(RuntimeError, match="needs 0 new and 1 copy of shared ones, 0 of 4 are free"):
         cache.update(torch.randn(2, HEADS, 1, DIM), torch.randn(2, HEADS, 1, DIM), 0)
     assert torch.equal(pool.buffer, before)
     pool.allocator.free(held)
@@ -207,8 +207,8 @@ def test_caches_that_share_a_pool_take_different_pages() -> None:
     ("mask", "says"),
     [
         (torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), "other cached tokens"),
-        (torch.ones(2, 4), r"need \[2, 5\]"),
-        (torch.ones(3, 5), "3, 5.* need|2 sequences"),
+        (torch.ones(2, 4), r"needs \[2, 5\]; the cache holds 3 tokens already: cache\.reset"),
+        (torch.ones(3, 5), "3 sequences for a cache of 2; .*cache\\.reset|3, 5.* needs"),
     ],
 )
 def test_masks_that_pages_cannot_follow_are_refused(mask: torch.Tensor, says: str) -> None:

@@ -301,9 +301,50 @@ def test_the_cache_without_the_attention_function_is_refused() -> None:
 def test_the_attention_function_without_the_cache_is_refused() -> None:
     model = llama()
     model.set_attn_implementation(NAME)
+    says = r"another cache or none.*; pass past_key_values=PageMajorCache\.for_model"
     for use_cache in (True, False):
-        with pytest.raises(RuntimeError, match=r"past_key_values=PageMajorCache\.for_model"):
+        with pytest.raises(ValueError, match=says):
             model(torch.ones(1, 3, dtype=torch.long), use_cache=use_cache)
+    dynamic, static = transformers.DynamicCache(), transformers.StaticCache(config=model.config, max_cache_len=8)
+    for cache in (dynamic, static):
+        with pytest.raises(ValueError, match=says):
+            model.generate(**ragged((3, 3)), past_key_values=cache, max_new_tokens=2)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)  # a ready-made one: the mask function is not asked
+    with pytest.raises(ValueError, match=says):
+        model(torch.ones(1, 3, dtype=torch.long), attention_mask=mask, past_key_values=transformers.DynamicCache())
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 3, 3, dtype=torch.bool)], ids=["2-D mask", "4-D mask"])
+def test_torch_compile_is_refused_and_nothing_is_stored(fullgraph: bool, mask: torch.Tensor | None) -> None:
+    model = llama()
+    model.set_attn_implementation(NAME)
+    cache = poisoned(model)
+    before = cache.pool.buffer.clone()
+    torch._dynamo.reset()
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"compile it with a StaticCache: .*bind\(pool, static_cache"),
+    ):
+        torch.compile(model, backend="eager", fullgraph=fullgraph)(
+            torch.ones(1, 3, dtype=torch.long), attention_mask=mask, past_key_values=cache
+        )
+    assert torch.equal(cache.pool.buffer, before) and cache.rows == []
+
+
+def test_a_used_cache_says_how_to_start_anew() -> None:
+    """The commonest mistake: a second prompt on the cache of the first. The message names the call that helps."""
+    model = llama()
+    how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    cache = poisoned(model)
+    on_pages(model, ragged((7, 4)), cache, **how)
+    assert cache.get_seq_length() == 11
+    for lengths in ((7, 4), (9, 9), (3, 2, 5), (5,)):
+        with pytest.raises(ValueError, match=r"the cache holds 11 tokens already: cache\.reset\(\) starts anew"):
+            on_pages(model, ragged(lengths), cache, **how)
+    cache.reset()
+    inputs = ragged((9, 9))
+    assert torch.equal(on_pages(model, inputs, cache, **how), model.generate(**inputs, **how))
 
 
 def test_gradients_are_refused() -> None:

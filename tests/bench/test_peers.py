@@ -28,12 +28,14 @@ from torch import Tensor
 from pm_ops.bench.cases import PagesShape
 from pm_ops.bench.implementation import Implementation, Missing, Unsupported
 from pm_ops.bench.memory import LAYER_MAJOR, LAYOUTS, PAGE_MAJOR
+from pm_ops.bench.ours import PmOpsFA3
 from pm_ops.bench.peer_fa3 import FA3
 from pm_ops.bench.peer_flashinfer import FlashInfer
 from pm_ops.bench.peer_sglang import SGLang, SGLangOneLaunch
 from pm_ops.bench.peer_vllm import VLLM
 from pm_ops.bench.peers import FACTORIES, find
 from pm_ops.bench.suites import Case, attention_case, pages_case, rope_case, store_case
+from pm_ops.kernels import fa3 as fa3_kernels
 
 pytest.importorskip("triton")
 
@@ -90,7 +92,7 @@ class FakeFA3:
         self.schedules.append(scheduler_metadata)
         out.copy_(paged(q.float(), k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, scales=scales,
                         window=window_size_left + 1, sinks=s_aux))  # fmt: skip
-        return []
+        return [out, torch.empty(0)]
 
     def schedule(self, batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype,
                  seqused_k, cu_seqlens_q, *rest):  # fmt: skip
@@ -103,6 +105,7 @@ def fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FA3, 
     (tmp_path / "_vllm_fa3_C.abi3.so").write_bytes(b"a library")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(fa3_kernels, "_found", None)  # put back what the process had
     fake = FakeFA3()
     yield FA3(tmp_path), fake
     fake.library._destroy()
@@ -146,6 +149,12 @@ def test_fa3_is_scheduled_ahead_with_the_same_shapes(fa3: tuple[FA3, FakeFA3]) -
     bound = case.bind(fa3[0], case.build(CPU, True), PAGE_MAJOR)
     assert fa3[1].planned == [(3, 1, 21, 4, 2, 8, 8, None, None, None, None, 4, 0, True, 4, 0, False, 0, None, 0)]
     assert bound.note == "scheduled within the call"  # the faster one, where a GPU tells which
+
+
+def test_what_the_operator_refuses_is_unsupported_and_told(fa3: tuple[FA3, FakeFA3]) -> None:
+    case = attention_case("decode", SHAPES["decode"])
+    with pytest.raises(Unsupported, match="impl='fa3' needs CUDA tensors"):
+        case.bind(PmOpsFA3(fa3[0]), case.build(CPU, True), PAGE_MAJOR)
 
 
 def test_a_window_and_a_dtype_that_a_kernel_does_not_take_are_said(vllm: VLLM, sglang: SGLang) -> None:

@@ -65,6 +65,24 @@ def test_a_stacked_cache_is_bound_by_its_views_and_every_object_over_it_becomes_
     assert torch.equal(kept, before[1])
 
 
+def test_caches_made_in_inference_mode_are_given_back_too() -> None:
+    with torch.inference_mode():
+        stack = torch.randn(2, LAYERS, 40, HEADS, DIM)
+        kept = stack[0, 1]
+    before = stack.clone()
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            binding = bind(make_pool(), keys=stack[0], values=stack[1])
+            assert type(kept).__name__ == "Facade"
+            binding.release()
+        assert torch.equal(stack, before)
+        assert kept.is_inference()
+        with torch.inference_mode():
+            stack.add_(1)
+            before.add_(1)
+        assert torch.equal(kept, before[0, 1])
+
+
 def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
     kv = [torch.randn(40, 2, HEADS, DIM) for _ in range(LAYERS)]
     before = copy.deepcopy(kv)
@@ -86,79 +104,33 @@ def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
         assert torch.equal(t, want)
 
 
-def test_a_facade_answers_metadata_and_refuses_data() -> None:
-    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
-    bind(make_pool(), keys=keys, values=values)
-    k = keys[1]
-    assert (k.shape, k.stride(), k.dtype, k.device.type) == ((40, HEADS, DIM), (16, 8, 1), torch.float32, "cpu")
-    assert (len(k), k.numel(), k.ndim, k.is_contiguous(), k.requires_grad) == (40, 640, 3, True, False)
-    assert "layer 1 key" in repr(k)
-    for touch in (
-        lambda: k[0],
-        lambda: k + 1,
-        lambda: k.T,
-        lambda: k.cpu(),
-        lambda: k.tolist(),
-        lambda: copy.deepcopy(k),
-        lambda: torch.cat([k, k]),
-        lambda: k.copy_(torch.zeros(40, HEADS, DIM)),
-        lambda: k.__setitem__(0, 1.0),
-    ):
-        with pytest.raises(RuntimeError, match="layer 1 key, which lives in pages"):
-            touch()
-
-
-def test_zero_zeroes_the_caches_planes_and_nothing_else() -> None:
-    keys, values = caches(2, HEADS, 13, DIM), caches(2, HEADS, 13, DIM)
-    pool = make_pool()
-    pool.buffer.fill_(0xFF)
-    binding = bind(pool, keys=keys, values=values)
-    before = pool.buffer.clone().view(torch.float32).view(10, LAYERS, 2, PAGE, HEADS, DIM)
-    assert keys[1].zero_() is keys[1]
-    after = pool.buffer.view(torch.float32).view(10, LAYERS, 2, PAGE, HEADS, DIM)
-    assert binding.page_table is not None
-    for row in binding.page_table.tolist():
-        for position in range(13):
-            cell = after[row[position // PAGE], 1, 0, position % PAGE]
-            assert not cell.any()
-            cell.copy_(before[row[position // PAGE], 1, 0, position % PAGE])
-    assert torch.equal(after.view(torch.int32), before.view(torch.int32))
-
-
-def test_eager_code_after_a_graph_break_is_told_of_the_facade() -> None:
-    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
-    binding = bind(make_pool(), keys=keys, values=values)
-
-    def model(x: Tensor, at: Tensor) -> Tensor:
-        keys[0][at] = x
-        torch._dynamo.graph_break()
-        return x + read(at)
-
-    @torch._dynamo.disable
-    def read(at: Tensor) -> Tensor:
-        return keys[0][at]
-
-    with torch.no_grad(), pytest.raises(RuntimeError, match="TORCH_LOGS=graph_breaks"):
-        torch.compile(model, backend=page_major_backend(binding, inner="eager"))(
-            torch.ones(2, HEADS, DIM), torch.tensor([1, 2])
-        )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"keys": caches(36, HEADS, DIM)}, "make the pool with num_pages=9"),
         ({"keys": caches(9, PAGE, HEADS, DIM)}, "make the pool with num_pages=9"),
         ({"keys": caches(40, 3, DIM)}, "fits no cache form"),
-        ({"keys": caches(2, HEADS, 24, DIM)}, r"2 sequences of 24 tokens need 12 pages"),
+        (
+            {"keys": caches(2, HEADS, 24, DIM)},
+            "caches of 2 x 24 tokens need 12 pages of 4 tokens, the pool has 10 free of 10; give it more pages",
+        ),
+        ({"keys": caches(1, HEADS, 44, DIM)}, "caches of 1 x 44 tokens need 11 pages"),
         ({"keys": caches(2, HEADS, HEADS, DIM)}, "say which with dims="),
         ({"keys": caches(40, HEADS, DIM), "dims": "BHSD"}, "is no BHSD cache"),
         ({"keys": caches(40, HEADS, DIM), "dims": "NHD"}, "dims='NHD' is unknown"),
-        ({"keys": caches(40, HEADS, DIM)[:1]}, "1 key caches for a layout of 2 layers"),
+        ({"keys": caches(40, HEADS, DIM)[:1]}, "1 key cache for a layout of 2 layers"),
         ({"keys": caches(40, HEADS, DIM, dtype=torch.float16)}, "they must agree"),
         ({"keys": [t.requires_grad_() for t in caches(40, HEADS, DIM)]}, "requires grad"),
         ({"keys": torch.randn(3, 40, HEADS, DIM)[:2]}, "bind every cache that lies in it"),
-        ({"keys": [torch.randn(40, HEADS, DIM)] * 2}, "bind every cache that lies in it, once"),
+        (
+            {"keys": [torch.randn(40, HEADS, DIM)] * 2},
+            "key cache of layer 1 is the key cache of layer 0 too; give each",
+        ),
+        (
+            dict.fromkeys(("keys", "values"), caches(40, HEADS, DIM)),
+            "value cache of layer 0 is the key cache of layer 0",
+        ),
+        (dict.fromkeys(("keys", "values"), torch.randn(2, 40, HEADS, DIM)), "value cache of layer 0 is the key cache"),
         ({"keys": overlapping()}, "bind every cache that lies in it, once"),
         ({"keys": [caches(2, HEADS, 13, DIM)[0], caches(2, HEADS, 9, DIM)[0]]}, "one batch and length for all"),
         ({"keys": [[1.0], [2.0]]}, "must be a plain torch.Tensor"),
@@ -181,6 +153,15 @@ def test_a_layout_that_would_quantise_what_the_model_writes_is_refused() -> None
     with pytest.raises(ValueError, match="key cache of layer 0 would be quantised.*without scales=True"):
         bind(pool, keys=keys)
     assert pool.allocator.num_free == pool.num_pages and type(keys[0]) is Tensor
+
+
+def test_caches_addressed_by_slot_do_not_share_their_pool() -> None:
+    pool = make_pool()
+    taken = pool.allocator.alloc(3)
+    with pytest.raises(ValueError, match=r"take every page of the pool; 3 of 10 are in use: make a pool of their own"):
+        bind(pool, keys=caches(40, HEADS, DIM), values=caches(40, HEADS, DIM))
+    pool.allocator.free(taken)
+    bind(pool, keys=caches(40, HEADS, DIM), values=caches(40, HEADS, DIM))
 
 
 def test_a_bound_cache_is_not_bound_again() -> None:

@@ -107,7 +107,7 @@ def _mask(s: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), **options).transpose(1, 2).contiguous()
+    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), **options).transpose(-3, -2).contiguous()
 
 
 READS: dict[str, dict[str, Callable[..., Tensor]]] = {
@@ -120,6 +120,9 @@ READS: dict[str, dict[str, Callable[..., Tensor]]] = {
         "attention over a gather": lambda k, v, out, at: _attend(_query(out), _heads_first(k[at]), _heads_first(v[at])),
         "attention over a slice": lambda k, v, out, at: _attend(
             _query(out), _heads_first(k[4:17]), _heads_first(v[4:17])
+        ),
+        "attention of one sequence": lambda k, v, out, at: _attend(
+            _query(out)[0], k[:17].transpose(0, 1), v[:17].transpose(0, 1), attn_mask=_mask(SLOTS)[:, :17]
         ),
     },
     "PSHD": {
@@ -156,6 +159,15 @@ READS: dict[str, dict[str, Callable[..., Tensor]]] = {
         ),
         "enable_gqa": lambda k, v, out, at: _attend(_query(out, 6, BATCH), k, v, enable_gqa=True),
         "a slice": lambda k, v, out, at: _attend(_query(out, HEADS, BATCH), k[:, :, :9], v[:, :, :9]),
+        "a slice, a part of a mask": lambda k, v, out, at: _attend(
+            _query(out, 6, BATCH), _repeat_kv(k[:, :, :9], 3), _repeat_kv(v[:, :, :9], 3), attn_mask=_mask(SEQ)[:, :9]
+        ),
+        "a row without its batch, a mask a head": lambda k, v, out, at: _attend(
+            _query(out, 6)[0],
+            k[1, :, :9].repeat_interleave(3, dim=0),
+            v[1, :, :9].repeat_interleave(3, dim=0),
+            attn_mask=torch.where(_mask(9), torch.arange(6.0)[:, None, None], -torch.inf),
+        ),
         "pages from the second on": lambda k, v, out, at: _attend(
             _query(out, HEADS, BATCH), k[:, :, PAGE:], v[:, :, PAGE:]
         ),

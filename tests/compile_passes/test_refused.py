@@ -138,6 +138,11 @@ def half_cached(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(torch.ones(1, HEADS, 5, DIM), k, v)  # this line
 
 
+def other_ranks(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    k, v = k[:8].transpose(0, 1)[None], v[:8].transpose(0, 1)[None]
+    return F.scaled_dot_product_attention(torch.ones(HEADS, 5, DIM), k, v)  # this line
+
+
 def stale_copy(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
     k2, v2 = (c[:8].transpose(0, 1)[None].repeat_interleave(2, 1) for c in (k, v))
     k[at] = torch.ones(at.shape[0], HEADS, DIM)
@@ -148,7 +153,9 @@ def leaving_view(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
     return k[2:5]
 
 
-READS = [dense_math, matmul, mask_read, heads_tiled, unaligned, other_tokens, half_cached, stale_copy]
+READS = [
+    dense_math, matmul, mask_read, heads_tiled, unaligned, other_tokens, other_ranks, half_cached, stale_copy,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", READS, ids=lambda f: f.__name__)
@@ -160,7 +167,7 @@ def test_a_read_without_a_rule_is_refused(paged: Any, form: Callable[..., Tensor
     assert "test_refused.py" in str(raised.value)
 
 
-@pytest.mark.parametrize("form", [dense_math, matmul, heads_tiled, unaligned, other_tokens, half_cached])
+@pytest.mark.parametrize("form", [dense_math, matmul, heads_tiled, unaligned, other_tokens, other_ranks, half_cached])
 def test_materialize_on_request_is_eagers(paged: Any, form: Callable[..., Tensor]) -> None:
     twins = paged(form="SHD", write=write, read=form, on_unsupported_read="materialize")
     for at in ([1, 7, 2], [19, 0, 4]):

@@ -26,10 +26,15 @@ def load_example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def run(*arguments: str) -> str:
     """An example's stdout, as a user runs it."""
+    return run_both(*arguments)[0]
+
+
+def run_both(*arguments: str) -> tuple[str, str]:
+    """stdout and stderr."""
     command = [sys.executable, str(EXAMPLES / arguments[0]), *arguments[1:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -79,12 +84,21 @@ def check_summary(summary: dict[str, Any], layers: int, row_bytes: int, largest_
 
 
 def test_the_quickstart_ends_with_its_figures_as_json(tiny_model: Path) -> None:
-    out = run("quickstart.py", "--model", str(tiny_model), "--tokens", "20", "--device", "cpu", "--json")
+    out, told = run_both("quickstart.py", "--model", str(tiny_model), "--tokens", "20", "--device", "cpu", "--json")
     summary = json.loads(out.splitlines()[-1])
     check_summary(summary, layers=2, row_bytes=2 * 8 * 4)
     assert summary["tokens_compared"] == 60
-    for shown in ("> Why is the sky blue?", "layer-major |", "page-major  |", "L1 value", "index_copy_", "no padding"):
-        assert shown in out
+    shown = ["> Why is the sky blue?", "layer-major |", "page-major  |", "The texts are equal: 60 tokens compared"]
+    shown += ["ms a token", "pool_clones", "index_copy_", "0-1     2 x  value"]
+    shown += ["2 graphs: 4 writes and 2 reads rewritten", "L1 value", "no padding", '{"model"']
+    assert sorted(shown, key=out.index) == shown, "the result comes first, then how it came about"
+    assert "site-packages" not in out
+    stages = ["graph for prompts", "traced by Dynamo", "rewritten onto pages"]
+    stages += ["graph for a single token", "traced by Dynamo", "rewritten onto pages", "compiled by Inductor"]
+    at = 0
+    for stage in stages:
+        at = told.index(stage, at)
+    assert told.count("traced by Dynamo") == 2, "all prompts go through one graph, all tokens through another"
 
 
 @pytest.mark.gpu
@@ -114,6 +128,13 @@ def test_an_answer_that_parts_from_stock_is_reported_with_its_logit_gaps(monkeyp
     (parting,) = run.partings()
     assert parting == {"prompt": quickstart.PROMPTS[1], "token": 1, "logit_gap": {"stock": 0.25, "paged": 0.5}}
     assert run.largest_logit_error() == 0.5
+
+
+def test_what_a_token_takes_does_not_count_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart = load_example("quickstart", monkeypatch)
+    answers = [quickstart.Answer([], [], [9.0, 0.1, 0.1, 0.1, 3.0]), quickstart.Answer([], [], [7.0, 0.1])]
+    run = quickstart.Run(answers, answers, None, None, 0, 0)
+    assert run.milliseconds(answers) == "8000 ms a prompt, 100 ms a token"
 
 
 def test_clones_of_the_pool_in_compiled_code_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from kernels.cases import CUDA, NAN_BYTE, TOLERANCE, attention_case, check_atten
 
 from pm_ops.kernels import attention_plan
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan, shape_of
+from pm_ops.kernels.attention_plan import plan
 from pm_ops.ops.attention import Attention
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 INF = float("inf")
 
 
@@ -135,8 +135,12 @@ def test_attention_equals_dense_attention_in_fp16_and_fp32(device, name, dtype):
 
 
 MIXED = [(F32, F16, F32), (F16, F32, F16), (F32, F32, F16), (F32, BF16, BF16), (F32, E4M3, E5M2), (F16, E5M2, E4M3)]
+MIXED += [(F32, INT8, INT8), (F16, INT8, F16)]
 MIXED_ON_CUDA = [
-    (query, plane, plane) for query in (BF16, F16, F32) for plane in (BF16, F16, F32, E4M3, E5M2) if plane != query
+    (query, plane, plane)
+    for query in (BF16, F16, F32)
+    for plane in (BF16, F16, F32, E4M3, E5M2, INT8)
+    if plane != query
 ] + [(BF16, E4M3, BF16), (F16, BF16, E5M2)]
 
 
@@ -177,7 +181,7 @@ def test_splits_of_the_kv_axis_join_to_the_same_result(device, options):
     """Few programs over a wide page table: splits without any keys are among them."""
     dtype = F32 if device == "cpu" else BF16
     case = attention_case(device, **{"heads": (4, 1), "dtypes": (dtype,) * 3, **options})
-    assert plan(shape_of(case)).splits > 1
+    assert plan(case).splits > 1
     check_attention(case, *attention(case))
 
 
@@ -220,7 +224,7 @@ def test_a_window_of_4_sees_exactly_4_keys_itself_included(device):
 def test_tile_boundaries_may_fall_anywhere_in_a_sequence(device, tiles, causal):
     """Lengths of every remainder, so that masks begin and end at each column of a tile; windows of two tiles and 5."""
     dtype = F32 if device == "cpu" else BF16
-    tile = plan(shape_of(attention_case(device, [40], 3, dtypes=(dtype,) * 3))).block_n
+    tile = plan(attention_case(device, [40], 3, dtypes=(dtype,) * 3)).block_n
     window = tiles * tile + 5 if tiles else 0
     queries = 3 if causal else window + 3  # the first ones do not see the last keys
     lens = list(range((tiles + 1) * tile, (tiles + 2) * tile))
@@ -246,7 +250,7 @@ def test_tile_boundaries_may_fall_anywhere_in_a_sequence(device, tiles, causal):
 @pytest.mark.parametrize("own", [False, True], ids=["", "own scales"])
 def test_only_stored_slots_and_page_table_entries_in_use_are_read(monkeypatch, name, width, own):
     """Of the pool the bytes of stored keys alone, of the table the entries of their pages, and nothing around it."""
-    scaled = {"own": True, "scales": (1.0, 1.0), "dtypes": (F32, torch.int8, torch.int8)} if own else {}
+    scaled = {"own": True, "scales": (1.0, 1.0), "dtypes": (F32, INT8, INT8)} if own else {}
     case = attention_case("cpu", **{**CASES[name], "width": width, **scaled})
     planes = [(case.key_plane, case.key_dtype.itemsize * case.query.shape[2])]
     planes += [(case.value_plane, case.value_dtype.itemsize * case.value_dim)]
@@ -435,12 +439,12 @@ def shapes(**options: Any) -> Attention:
 
 def test_splits_fill_the_device_and_no_more(monkeypatch):
     monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
-    assert plan(shape_of(shapes(batch=64, tokens=64))).splits == 1
-    assert 32 <= plan(shape_of(shapes(width=8192))).splits <= attention_plan.MAX_SPLITS
-    assert plan(shape_of(shapes(width=8192, heads=(8, 1)))).splits > plan(shape_of(shapes(width=8192))).splits
-    assert plan(shape_of(shapes(width=4))).splits == 1
-    assert plan(shape_of(shapes(width=8192, window=128))).splits <= 2
-    assert plan(shape_of(shapes(batch=8, tokens=8 * 4096))).splits == 1
+    assert plan(shapes(batch=64, tokens=64)).splits == 1
+    assert 32 <= plan(shapes(width=8192)).splits <= attention_plan.MAX_SPLITS
+    assert plan(shapes(width=8192, heads=(8, 1))).splits > plan(shapes(width=8192)).splits
+    assert plan(shapes(width=4)).splits == 1
+    assert plan(shapes(width=8192, window=128)).splits <= 2
+    assert plan(shapes(batch=8, tokens=8 * 4096)).splits == 1
 
 
 def test_tiles_hold_any_group_and_fit(monkeypatch):
@@ -449,7 +453,7 @@ def test_tiles_hold_any_group_and_fit(monkeypatch):
         for tokens in (1, 3, 5000):
             for dtype in (BF16, F32):
                 for dim in (16, 80, 128, 192, 256, 576):
-                    p = plan(shape_of(shapes(tokens=tokens, heads=(2 * group, 2), dim=dim, dtype=dtype)))
+                    p = plan(shapes(tokens=tokens, heads=(2 * group, 2), dim=dim, dtype=dtype))
                     assert p.block_q >= 1
                     assert p.block_m >= 16
                     assert p.heads * p.head_blocks >= group
@@ -460,7 +464,7 @@ def test_the_grid_covers_every_ragged_batch():
     """Blocks of sequence b: from query_start[b] // block_q + b on, as many as the next one leaves."""
     for lens in ([1, 1, 1], [0, 0, 9], [33, 0, 1, 32], [5], []):
         tokens = sum(lens) + 3
-        p = plan(shape_of(shapes(tokens=tokens, batch=len(lens), ragged=True)))
+        p = plan(shapes(tokens=tokens, batch=len(lens), ragged=True))
         starts = [sum(lens[:b]) for b in range(len(lens) + 1)]
         firsts = [start // p.block_q + b for b, start in enumerate(starts)] + [p.query_blocks]
         for b, n in enumerate([*lens, 3]):

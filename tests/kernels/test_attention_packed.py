@@ -10,7 +10,7 @@ from kernels.cases import attention_case, check_attention, on_each_device
 from kernels.test_attention import INF, hidden, randn
 
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan, shape_of
+from pm_ops.kernels.attention_plan import plan
 
 F32, F16, BF16, INT8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -36,7 +36,7 @@ def test_packed_rows_equal_dense_attention(device, name, dtype, own):
     query = F16 if device == "cpu" else BF16
     scales = {} if own else {"scales": (0.05, 0.03)}
     case = attention_case(device, dtypes=(query, dtype, dtype), own=own, **scales, **OPTIONS[name])
-    assert plan(shape_of(case)).packed
+    assert plan(case).packed
     check_attention(case, *attention(case))
 
 
@@ -52,7 +52,7 @@ def test_packed_rows_equal_dense_attention(device, name, dtype, own):
 )
 def test_rows_that_cannot_be_packed(device, dtypes):
     case = attention_case(device, [13, 30], [1, 9], dtypes=dtypes, scales=(0.25, 0.5))
-    assert not plan(shape_of(case)).packed
+    assert not plan(case).packed
     check_attention(case, *attention(case))
 
 
@@ -63,8 +63,8 @@ def test_rows_at_odd_addresses_are_not_packed(device):
     planes = {f"{kind}_plane": [plane[0] + 1, *plane[1:]]
               for kind, plane in (("key", case.key_plane), ("value", case.value_plane))}  # fmt: skip
     moved = dataclasses.replace(case, buffer=buffer, **planes)
-    assert plan(shape_of(case)).packed
-    assert not plan(shape_of(moved)).packed
+    assert plan(case).packed
+    assert not plan(moved).packed
     check_attention(moved, *attention(moved))
 
 

@@ -12,7 +12,7 @@ from kernels.test_attention import shapes
 
 from pm_ops.kernels import attention_plan
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan, shape_of
+from pm_ops.kernels.attention_plan import plan
 from pm_ops.kernels.merge import INVARIANT_SPLITS
 from pm_ops.ops.attention import BATCH_INVARIANT_KEYS, Attention
 
@@ -68,7 +68,7 @@ def test_a_token_has_the_same_bits_in_a_prefill_and_as_a_decode_step(options):
 
 def test_the_plan_follows_from_the_geometry_alone():
     plans = {
-        dataclasses.replace(plan(shape_of(dataclasses.replace(shapes(**o), batch_invariant=True))), query_blocks=0)
+        dataclasses.replace(plan(dataclasses.replace(shapes(**o), batch_invariant=True)), query_blocks=0)
         for o in (dict(), dict(batch=7, tokens=7), dict(tokens=4096), dict(tokens=999, batch=3, ragged=True))
     }
     assert len(plans) == 1
@@ -82,6 +82,6 @@ def test_splits_are_no_more_than_can_be_joined():
 def test_the_hint_of_the_longest_sequence_bounds_the_splits(monkeypatch):
     monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
     wide = shapes(width=8192)
-    assert plan(shape_of(dataclasses.replace(wide, max_seq_len=128))).splits == 1
-    assert 1 < plan(shape_of(dataclasses.replace(wide, max_seq_len=1024))).splits < plan(shape_of(wide)).splits
-    assert plan(shape_of(dataclasses.replace(wide, max_seq_len=1 << 30))).splits == plan(shape_of(wide)).splits
+    assert plan(dataclasses.replace(wide, max_seq_len=128)).splits == 1
+    assert 1 < plan(dataclasses.replace(wide, max_seq_len=1024)).splits < plan(wide).splits
+    assert plan(dataclasses.replace(wide, max_seq_len=1 << 30)).splits == plan(wide).splits

@@ -27,8 +27,8 @@ def python(task: str) -> set[str]:
 def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
         "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_merge_splits",
-        "_merge_attention",
-        "_gather_pages", "_scatter_pages", "_move_slots",
+        "_merge_attention", "_zero_padding", "_gather_pages", "_scatter_pages", "_compare", "_copy_pages",
+        "_copy_slots",
     }  # fmt: skip
 
 
@@ -75,11 +75,12 @@ def launch_every_kernel() -> None:
     from pm_ops.kernels import attention_hopper
     from pm_ops.kernels.attention import attention
     from pm_ops.kernels.merge import merge_attention
-    from pm_ops.kernels.pages import copy_slots, gather_pages, zero_pages
+    from pm_ops.kernels.padding import zero_padding
+    from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, zero_pages
     from pm_ops.kernels.rope import rope_store_kv
     from pm_ops.kernels.store import load_kv, store_kv
     from pm_ops.ops.merge import MergeAttention
-    from pm_ops.ops.pages import CopySlots, GatherPages, ZeroPages
+    from pm_ops.ops.pages import CopyPages, CopySlots, GatherPages, ZeroPages
     from pm_ops.ops.store import LoadKV, StoreKV
 
     f32, f16, bf16, e4m3, e5m2 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -96,6 +97,7 @@ def launch_every_kernel() -> None:
     hopper = dict(page_size=16, dtypes=(bf16, bf16, bf16))
     attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **hopper))
     attention_hopper.attention(attention_case("cpu", [40], 40, dims=(64, 128), window=3, softcap=2.0, **hopper))
+    attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **(hopper | {"page_size": 1})))
     attention_hopper.attention(
         attention_case("cpu", [40], 40, dims=(256, 256), causal=False, window=3, sinks=torch.zeros(4), **hopper)
     )
@@ -121,8 +123,10 @@ def launch_every_kernel() -> None:
         rope_store_kv(dataclasses.replace(rope, buffer=pool.buffer, **planes, **types))
     rope_store_kv(rope_case(rows=(bf16,) * 3, planes=(bf16, bf16)))
     merge_attention(MergeAttention(rows, rows[..., 0].float(), rows, rows[..., 0].float()))
+    zero_padding(rows, slots[:3].int())
     gather_pages(GatherPages(pool.buffer, slots[:2], pool.region))
     zero_pages(ZeroPages(pool.buffer, slots[:2].int(), pool.region))
+    copy_pages(CopyPages(pool.buffer, slots[:2], slots[:2].flip(0), pool.region))
     copy_slots(CopySlots(pool.buffer, slots, slots, torch.tensor([[0, 40, 40]]), 4, pool.region))
 
 

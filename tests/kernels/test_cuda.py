@@ -10,7 +10,7 @@ import torch
 from kernels.cases import NAN_BYTE, attention_case, check_attention
 
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan, shape_of
+from pm_ops.kernels.attention_plan import plan
 from pm_ops.kernels.merge import merge_attention
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
 from pm_ops.kernels.store import load_kv, store_kv
@@ -34,7 +34,7 @@ def free_memory():
 def test_store_and_attention_replay_in_a_cuda_graph(width):
     """Captured once, replayed with other rows, slots, lengths and pages; with and without splits."""
     case = attention_case("cuda", [13, 30, 5], 1, dtypes=(BF16,) * 3, num_pages=20, width=width)
-    assert (plan(shape_of(case)).splits > 1) == (width > 0)
+    assert (plan(case).splits > 1) == (width > 0)
     key, value = torch.randn(2, 3, 2, 32, device="cuda", dtype=BF16)
     slots = torch.full((3,), -1, device="cuda")
     store = StoreKV(case.buffer, key, value, slots, case.key_plane, case.value_plane, 4, BF16, BF16)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernels.cases import Pages, check_bytes, on_each_device, pages
 
+from pm_ops.kernels import pages as pages_module
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
 from pm_ops.ops.pages import CopyPages, CopySlots, GatherPages, ScatterPages, ZeroPages
 
@@ -81,19 +82,60 @@ def test_zero_clears_exactly_its_pages(device, geometry):
     check_bytes(pool.buffer, there.buffer, expected, span)
 
 
+PATTERNS = {
+    "apart": ([0, 1, 2], [4, 5, 6]),
+    "a cycle": ([0, 1, 2, 3], [1, 2, 3, 0]),
+    "two swaps": ([0, 6, 3, 4], [6, 0, 4, 3]),
+    "a chain": ([2, 3, 4], [3, 4, 5]),
+    "a chain from its end": ([4, 3, 2], [5, 4, 3]),
+    "one source, many targets, itself read too": ([0, 0, 0, 3, 1], [1, 2, 4, 0, 5]),
+    "onto themselves": ([5, 0, 2], [5, 1, 2]),
+    "onto itself, and read by another": ([5, 5, 1], [5, 1, 6]),
+    "pairs of which one is missing": ([-1, 2, 7, 3, 5], [1, -1, 4, 7, 2]),
+    "a target that only a missing pair reads": ([1, 2, 2], [2, -1, 9]),
+    "none at all": ([-1, 7], [-5, 8]),
+}
+
+
+def gather_then_scatter(rows: torch.Tensor, src: list[int], dst: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """The specification on the rows of a matrix, and the rows that are written."""
+    pairs = [(i, j) for i, j in zip(src, dst, strict=True) if 0 <= i < len(rows) and 0 <= j < len(rows)]
+    after = rows.clone()
+    after[[j for _, j in pairs]] = rows[[i for i, _ in pairs]]
+    return after, [j for _, j in pairs]
+
+
+@pytest.fixture(params=["compared", "looked up"])
+def small_parts(request, monkeypatch):
+    """A page in several programs, and both ways to find the rows to stage; gives the flags of all calls."""
+    flags: list[torch.Tensor] = []
+    find_staged = pages_module._find_staged
+
+    def kept(*args):
+        flags.append(find_staged(*args))
+        return flags[-1]
+
+    monkeypatch.setattr(pages_module, "_find_staged", kept)
+    monkeypatch.setattr(pages_module, "_PAGE_WORDS", 16)
+    monkeypatch.setattr(pages_module, "_WARP_WORDS", 16)
+    monkeypatch.setattr(pages_module, "_SECOND_WARPS", 3)
+    if request.param == "looked up":
+        monkeypatch.setattr(pages_module, "_COMPARE_MOST", 0)
+    return flags
+
+
+def check_flags(flags: list[torch.Tensor], src: list[int], dst: list[int], limit: int) -> None:
+    """Only rows whose target some row reads went through the workspace."""
+    for k, (i, j) in enumerate(zip(src, dst, strict=True)):
+        if 0 <= i < limit and 0 <= j < limit and i != j:
+            assert bool(flags[-1][k]) == (j in src)
+
+
 @on_each_device
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        ([0, 1, 2], [4, 5, 6]),
-        ([0, 1, 2, 3], [1, 2, 3, 0]),  # a cycle
-        ([2, 3, 4], [3, 4, 5]),  # overlapping
-        ([0, 0, 5], [1, 2, 5]),  # one source twice, one page onto itself
-        ([-1, 2, 7, 3], [1, -1, 4, 7]),  # pairs of which one is missing
-    ],
-)
-def test_copy_pages_is_a_gather_then_a_scatter(device, geometry, src, dst):
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_copy_pages_is_a_gather_then_a_scatter(device, geometry, pattern):
+    src, dst = PATTERNS[pattern]
     pool = make(*geometry)
     expected, touched = pool.buffer.clone(), set()
     for i, j in zip(src, dst, strict=True):
@@ -104,6 +146,79 @@ def test_copy_pages_is_a_gather_then_a_scatter(device, geometry, src, dst):
     there = pool.to(device)
     copy_pages(CopyPages(there.buffer, ids(device, src), ids(device, dst), pool.region))
     check_bytes(pool.buffer, there.buffer, expected, touched)
+
+
+@on_each_device
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_copies_stage_only_rows_whose_target_is_read(device, index, small_parts):
+    """Pages of 320 bytes in three programs: every pattern, then lists drawn at random."""
+    lists = list(PATTERNS.values())
+    for _ in range(12):
+        count = int(torch.randint(1, 13, ()))
+        lists.append((torch.randint(-2, 15, (count,)).tolist(), torch.randperm(16)[:count].sub(1).tolist()))
+    for src, dst in lists:
+        before = torch.randint(0, 256, (13, 336), dtype=torch.uint8)
+        expected = before.clone()
+        expected[:, :320], _ = gather_then_scatter(before[:, :320], src, dst)
+        buffer = before.flatten().clone().to(device)
+        copy_pages(CopyPages(buffer, ids(device, src, index), ids(device, dst, index), [0, 336, 320, 13]))
+        assert torch.equal(buffer.cpu().view(13, 336), expected), (src, dst)
+        check_flags(small_parts, src, dst, 13)
+
+
+@on_each_device
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_copies_of_slots_stage_only_slots_whose_target_is_read(device, index, small_parts):
+    """Three runs a slot, of 48, 7 and 160 bytes, in several programs; 12 slots in pages of 4."""
+    runs, region = [(0, 48, 48), (192, 8, 7), (224, 160, 160)], [16, 912, 864, 3]
+    pool_rows = torch.cat([16 + off + torch.arange(n) for off, _, n in runs])
+    strides = torch.cat([torch.full((n,), stride) for _, stride, n in runs])
+    slots = torch.arange(12)[:, None]
+    cells = slots // 4 * 912 + slots % 4 * strides + pool_rows  # [slot, byte of the slot]: where it lies
+    lists = list(PATTERNS.values())
+    for _ in range(12):
+        count = int(torch.randint(1, 12, ()))
+        lists.append((torch.randint(-2, 14, (count,)).tolist(), torch.randperm(14)[:count].sub(1).tolist()))
+    for src, dst in lists:
+        before = torch.randint(0, 256, (16 + 3 * 912 + 9,), dtype=torch.uint8)
+        expected = before.clone()
+        expected[cells], _ = gather_then_scatter(before[cells], src, dst)
+        buffer = before.clone().to(device)
+        run_list = torch.tensor(runs, device=device)
+        copy_slots(CopySlots(buffer, ids(device, src, index), ids(device, dst, index), run_list, 4, region))
+        assert torch.equal(buffer.cpu(), expected), (src, dst)
+        check_flags(small_parts, src, dst, 12)
+
+
+@on_each_device
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_targets_are_compared_with_every_source_of_a_long_list(device, index, monkeypatch):
+    """1100 rows: several blocks of sources and of flags, the last ones not full, which padding must not count in."""
+    src, dst = torch.randint(-3, 3000, (2, 1100), dtype=index)
+    dst[0] = src[1099] = 3001  # no block but the last has it
+    dst[1099] = src[1099]
+    for most in (4096, 0):  # compared, and looked up in a table, where ids that do not exist need no flag
+        monkeypatch.setattr(pages_module, "_COMPARE_MOST", most)
+        staged = pages_module._find_staged(src.to(device), dst.to(device), 3000).cpu()
+        exists = (dst >= 0) & (dst < 3000 if not most else dst < 3002)
+        assert torch.equal(staged[:1100].bool()[exists], torch.isin(dst, src)[exists])
+        assert staged.shape == (2048,) and not staged[1100:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1500, 5000])
+def test_many_rows_are_copied_as_if_at_once(count):
+    """All pages, and all slots, moved on by one: the last id of the list decides about the first row."""
+    before = torch.randint(0, 256, (count,), dtype=torch.uint8)
+    src = torch.arange(count, device="cuda")
+    for verb in ("pages", "slots"):
+        buffer = before.to("cuda")
+        if verb == "pages":
+            copy_pages(CopyPages(buffer, src, src.roll(1), [0, 1, 1, count]))
+        else:
+            runs = ids("cuda", [0, 1, 1]).view(1, 3)
+            copy_slots(CopySlots(buffer, src, src.roll(1), runs, 1, [0, 1, 1, count]))
+        assert torch.equal(buffer.cpu(), before.roll(-1))
 
 
 @on_each_device

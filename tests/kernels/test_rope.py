@@ -251,9 +251,24 @@ def test_rows_without_a_slot_are_rotated_and_write_nothing(device, tokens, slots
 
 
 @on_each_device
-def test_more_than_512_tokens_share_programs(device):
+def test_many_tokens_take_many_programs_the_last_of_them_in_part(device):
     case = rope_case(601, (2, 1, 1), (24, 16, 24), planes=(F16, F16), page_size=16, num_pages=40)
     check_rope(case, rope_store_kv, device)
+
+
+@on_each_device
+def test_rows_without_a_slot_may_hold_anything_and_have_positions_that_the_table_has_not(device):
+    """They are read all the same, with the others."""
+    case = rope_case(6, slots=[5, -1, 2, 2**31 - 1])
+    expected = to(case, device)
+    rope_store_kv(expected)
+    case.key[[1, 3, 4, 5]], case.value[[1, 3, 4, 5]] = torch.nan, torch.inf
+    case.positions = case.positions.long()
+    case.positions[[1, 3, 4, 5]] = torch.tensor([40, -1, 2**40, -(2**40)])
+    there = to(case, device)
+    rope_store_kv(there)
+    assert torch.equal(there.buffer, expected.buffer)
+    assert not torch.equal(there.buffer.cpu(), case.buffer)
 
 
 @on_each_device
@@ -398,6 +413,10 @@ def compile_variants() -> None:
     rope_store_kv(rope_case(rows=(F32, F32, E4M3), planes=(F32, BF16), key_scale=0.5, dims=(80, 32, 80), norm=True))
     scales = {"key_scale_tensor": torch.ones(1), "value_scale_tensor": torch.ones(1)}
     rope_store_kv(rope_case(601, rows=(BF16,) * 3, planes=(E4M3, E4M3), num_pages=200, **scales, interleaved=True))
+
+    own = rope_case(rows=(BF16,) * 3, planes=(E4M3, torch.int8), heads=(4, 2, 2), norm=True, slots=[0, 1])
+    planes = {f"{kind}_scale_plane": getattr(own, f"{kind}_plane") for kind in ("key", "value")}  # of any bytes
+    rope_store_kv(dataclasses.replace(own, **planes))
 
     seen.clear()
     case = rope_case(16, (32, 8, 8), (128, 128, 128), rows=(BF16,) * 3, planes=(BF16, BF16), page_size=16)

@@ -11,12 +11,16 @@ from kernels.cases import NAN_BYTE, Pages, attention_case, check_attention, chec
 from kernels.test_rope import rope_case, to, unfused
 from kernels.test_store import some_slots
 
+from pm_ops import PagePool, page_major, token_major
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan, shape_of
+from pm_ops.kernels.attention_plan import plan
+from pm_ops.kernels.pages import copy_slots
 from pm_ops.kernels.rope import rope_store_kv
 from pm_ops.kernels.store import load_kv, store_kv
 from pm_ops.ops.attention import Attention
+from pm_ops.ops.pages import CopySlots
 from pm_ops.ops.store import LoadKV, StoreKV, store_rows
+from pm_ops.testing import fill_random, slot_bytes
 
 F32, F16, BF16, INT8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -184,11 +188,27 @@ def test_rope_store_is_bit_equal_to_rotating_casting_and_storing(device, interle
     assert not torch.equal(fused.buffer.cpu(), case.buffer)
 
 
-QUERIES = [F32, *(pytest.param(dtype, marks=pytest.mark.gpu) for dtype in (F16, BF16))]  # P @ V is bf16 then
+@on_each_device
+@pytest.mark.parametrize("layout", [page_major, token_major])
+def test_moved_slots_take_their_scales_along(device, layout):
+    """Single scales, 4 bytes apart or in entries: the shortest runs there are."""
+    pool = PagePool(layout(2, 3, 20, 5, INT8, value_dim=8, scales=True), 4)
+    fill_random(pool.buffer)
+    src, dst = torch.tensor([7, 0, 19, 3, -1]), torch.tensor([0, 7, 12, -1, 5])
+    there = pool.buffer.to(device, copy=True)
+    copy_slots(CopySlots(there, src.to(device), dst.to(device), pool.slot_runs.to(device), 5, pool.region))
+    kinds = [(layer, kind) for layer in (0, 1) for kind in ("key", "value", "key_scale", "value_scale")]
+    owned = {kind: [slot_bytes(pool, *kind, [slot]) for slot in range(20)] for kind in kinds}
+    expected, touched = pool.buffer.clone(), set()
+    for kind in kinds:
+        for s, d in zip(src.tolist()[:3], dst.tolist()[:3], strict=True):
+            expected[owned[kind][d]] = pool.buffer[owned[kind][s]]
+            touched.update(owned[kind][d])
+    check_bytes(pool.buffer, there, expected, touched)
 
 
 @on_each_device
-@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("query", [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [INT8, E4M3, E5M2])
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 9, 30]], ids=["decode", "mixed"])
 def test_attention_equals_dense_attention_over_the_dequantised_rows(device, query, dtype, queries):
@@ -288,7 +308,7 @@ def test_stored_by_the_kernel_and_attended_at_the_sizes_of_models(dtype, queries
 def test_store_and_attention_replay_in_a_cuda_graph_and_never_synchronise(width):
     """Captured once, replayed with other rows and slots; with and without splits."""
     case = attention_case("cuda", [13, 30, 5], 1, dtypes=(BF16, E4M3, INT8), own=True, num_pages=20, width=width)
-    assert (plan(shape_of(case)).splits > 1) == (width > 0)
+    assert (plan(case).splits > 1) == (width > 0)
     key, value = torch.randn(2, 3, 2, 32, device="cuda", dtype=BF16)
     planes = {n: getattr(case, n) for n in ("key_plane", "value_plane", "key_scale_plane", "value_scale_plane")}
     slots = torch.full((3,), -1, device="cuda")

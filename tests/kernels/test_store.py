@@ -128,11 +128,27 @@ def test_the_smaller_of_two_planes_bounds_the_slots(device):
 
 
 @on_each_device
-def test_more_than_512_tokens_share_programs(device):
+def test_many_tokens_take_many_programs_the_last_of_them_in_part(device):
     pool = make("page_major", 16, (2, 24), (2, 24), (F16, F16), num_pages=40)
     slots = torch.randperm(pool.num_slots)[:601]
     slots[::7] = -1
-    check_store(device, pool, torch.randn(601, 2, 24), torch.randn(601, 2, 24), slots, (F16, F16))
+    rows = torch.randn(2, 601, 2, 24).half()
+    check_store(device, pool, rows[0], rows[1], slots, (F16, F16))
+    there = pool.to(device)
+    store_kv(call(there, 1, rows[0], rows[1], slots, (F16, F16)))
+    for kind, stored in zip(("key", "value"), rows, strict=True):
+        stored[::7] = 0
+        read = load_kv(LoadKV(there.buffer, slots.to(device), pool.planes[1, kind], 16, 2, 24, F16))
+        assert torch.equal(read.cpu(), stored)
+
+
+@on_each_device
+def test_rows_without_a_slot_may_hold_anything(device):
+    """They are read all the same, with the others."""
+    pool = make("page_major", 4, (2, 16), (2, 16), (F32, F16))
+    rows, slots = torch.randn(2, 9, 2, 16), some_slots(pool, 9)
+    rows[:, (slots < 0) | (slots >= pool.num_slots)] = torch.tensor([torch.nan, torch.inf]).repeat(8)
+    check_store(device, pool, rows[0], rows[1], slots, (F32, F16), (0.37, 3.0))
 
 
 @on_each_device

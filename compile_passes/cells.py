@@ -1,0 +1,58 @@
+"""The content of caches, moved bit for bit between layer-major tensors and their pages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pm_ops import PagePool
+
+from .forms import CachePlane
+
+
+class Cells:
+    """The cells of a pool that hold a cache's tokens.
+
+    Args:
+        pool: of the pages.
+        plane: the cache.
+        page_table: of the binding, for caches with a batch axis.
+    """
+
+    def __init__(self, pool: PagePool, plane: CachePlane, page_table: Tensor | None) -> None:
+        self.plane = plane
+        self._cells = _bits(pool.view(plane.layer, plane.kind))
+        if plane.paged:
+            assert page_table is not None
+            slots = page_table.long()[:, :, None] * plane.page_size + torch.arange(plane.page_size, device=pool.device)
+            slots = slots.flatten(1)[:, : plane.size("S")].flatten()
+        else:
+            slots = torch.arange(math.prod(plane.shape) // (plane.heads * plane.dim), device=pool.device)
+        self._where = (slots // plane.page_size, slots % plane.page_size)
+
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Copy the cache that lies in a storage into the pages."""
+        self._cells[self._where] = self._rows(storage).reshape(-1, self.plane.heads, self.plane.dim)
+
+    def drain(self, storage: torch.UntypedStorage) -> None:
+        """Copy the pages' tokens to where the cache lies in a storage."""
+        rows = self._rows(storage)
+        rows.copy_(self._cells[self._where].view(rows.shape))
+
+    def zero(self) -> None:
+        """Zero the cache's tokens in the pages."""
+        self._cells[self._where] = 0
+
+    def _rows(self, storage: torch.UntypedStorage) -> Tensor:
+        """The cache as integers, its token axes first: ``[..., heads, dim]``."""
+        plane = self.plane
+        flat = torch.empty(0, dtype=plane.dtype, device=storage.device).set_(storage)
+        cache = _bits(flat.as_strided(plane.shape, plane.stride, plane.storage_offset))
+        return cache.transpose(1, 2) if plane.form == "BHSD" else cache
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same bytes as integers, so that copies keep them as they are, fp8 and NaN included."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
