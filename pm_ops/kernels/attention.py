@@ -16,6 +16,7 @@ the other queries of that program (0 * NaN in P @ V), all of the same sequence a
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention_hopper
-from .attention_plan import SPLIT_KEYS, plan
+from .attention_plan import Shape, plan_of, shape_of
 from .attention_tile import attend
-from .common import LN2, LOG2E, TRITON_DTYPE, on_device
+from .common import LN2, LOG2E, TRITON_DTYPE
+from .launch import Launch
 from .merge import merge_splits
 
 if TYPE_CHECKING:
@@ -289,81 +291,93 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)
     if tokens == 0 or q_heads == 0:
         return out, lse
-    p = plan(a)
-    split_shape = (p.splits, tokens, q_heads)
-    partial = a.query.new_empty((*split_shape, a.value_dim), dtype=torch.float32) if p.splits > 1 else out
-    partial_lse = a.query.new_empty(split_shape, dtype=torch.float32) if p.splits > 1 else lse
-    has_lse = a.return_lse or p.splits > 1
-    bias, bias_strides, bias_shape = _bias(a.bias)
+    bias, bias_numbers = _bias(a.bias)
     page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
-    with on_device(a.buffer):
-        _attention[(p.query_blocks, a.kv_heads * p.head_blocks, p.splits)](
-            a.buffer,
-            a.query,
-            page_table,
-            a.seq_lens.contiguous(),
-            None if a.query_start is None else a.query_start.contiguous(),
-            None if a.sinks is None else a.sinks.contiguous(),
-            None if a.alibi_slopes is None else a.alibi_slopes.contiguous(),
-            bias,
-            a.key_scale_tensor,
-            a.value_scale_tensor,
-            None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
-            None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
-            partial,
-            partial_lse if has_lse else None,
-            a.softmax_scale if a.key_scale_tensor is not None else a.softmax_scale * a.key_scale,
-            a.value_scale,
-            a.softcap,
-            tokens,
-            tokens // max(a.seq_lens.shape[0], 1),
-            a.seq_lens.shape[0],
-            min(a.page_table.shape[1] * a.page_size, 2**31 - 1),
-            SPLIT_KEYS if a.batch_invariant else 0,
-            min(a.window, 1 << 30),
-            *a.query.stride(),
-            page_table.stride(0),
-            *a.key_plane[:4],
-            *a.value_plane[:4],
-            *bias_strides,
-            *bias_shape,
-            PACKED=p.packed,
-            ASM=a.buffer.is_cuda,
-            NORMALISE=p.key_dot == torch.float16 and a.query.dtype != torch.float16,
-            INVARIANT=a.batch_invariant,
-            SAME_STRIDES=list(a.key_plane[1:3]) == list(a.value_plane[1:3]),
-            CAUSAL=a.causal,
-            WINDOW=a.window > 0,
-            SOFTCAP=a.softcap > 0,
-            SPLIT=p.splits > 1,
-            KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
-            VALUE_DTYPE=TRITON_DTYPE[a.value_dtype],
-            KEY_DOT_DTYPE=TRITON_DTYPE[p.key_dot],
-            VALUE_DOT_DTYPE=TRITON_DTYPE[p.value_dot],
-            PAGE_SIZE=a.page_size,
-            GROUP=q_heads // a.kv_heads,
-            HEADS=p.heads,
-            HEAD_BLOCKS=p.head_blocks,
-            DIM_K=dim,
-            DIM_V=a.value_dim,
-            BLOCK_K=p.block_k,
-            BLOCK_V=p.block_v,
-            BLOCK_M=p.block_m,
-            BLOCK_Q=p.block_q,
-            BLOCK_N=p.block_n,
-            num_warps=p.warps,
-            num_stages=p.stages,
-        )
-        if p.splits > 1:
-            merge_splits(partial, partial_lse, out, lse if a.return_lse else None, a.batch_invariant)
+    planes = (*a.key_plane[:4], *a.value_plane[:4])
+    strides = (*a.query.stride(), page_table.stride(0), *planes, *bias_numbers)
+    splits, run = _launch(shape_of(a), a.page_size, strides, a.softcap > 0, a.buffer.is_cuda)
+    partial, partial_lse = out, lse if a.return_lse else None
+    if splits > 1:
+        partial = a.query.new_empty((splits, tokens, q_heads, a.value_dim), dtype=torch.float32)
+        partial_lse = a.query.new_empty((splits, tokens, q_heads), dtype=torch.float32)
+    run(
+        a.buffer,
+        a.query,
+        page_table,
+        a.seq_lens.contiguous(),
+        None if a.query_start is None else a.query_start.contiguous(),
+        None if a.sinks is None else a.sinks.contiguous(),
+        None if a.alibi_slopes is None else a.alibi_slopes.contiguous(),
+        bias,
+        a.key_scale_tensor,
+        a.value_scale_tensor,
+        None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
+        None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
+        partial,
+        partial_lse,
+        a.softmax_scale if a.key_scale_tensor is not None else a.softmax_scale * a.key_scale,
+        a.value_scale,
+        a.softcap,
+    )
+    if splits > 1:
+        assert partial_lse is not None
+        merge_splits(partial, partial_lse, out, lse if a.return_lse else None, a.batch_invariant)
     return out, lse
 
 
-def _bias(bias: Tensor | None) -> tuple[Tensor | None, list[int], list[int]]:
-    """A bias for the kernel: bool as bytes, broadcast axes with stride 0, and its numbers of query rows and keys."""
+@functools.lru_cache(4096)
+def _launch(s: Shape, page_size: int, strides: tuple[int, ...], softcap: bool, asm: bool) -> tuple[int, Launch]:
+    """The number of splits and the launch; `strides` are the kernel's last numbers, from `query_stride` on."""
+    p = plan_of(s)
+    (_, *key_strides, _), (_, *value_strides, _) = strides[4:8], strides[8:12]
+    run = Launch(
+        _attention,
+        (p.query_blocks, s.kv_heads * p.head_blocks, p.splits),
+        (
+            s.tokens,
+            s.tokens // max(s.batch, 1),
+            s.batch,
+            min(s.keys, 2**31 - 1),
+            s.split_keys,
+            min(s.window, 1 << 30),
+            *strides,
+        ),
+        PACKED=p.packed,
+        ASM=asm,
+        NORMALISE=p.key_dot == torch.float16 and s.query_dtype != torch.float16,
+        INVARIANT=s.split_keys > 0,
+        SAME_STRIDES=key_strides == value_strides,
+        CAUSAL=s.causal,
+        WINDOW=s.window > 0,
+        SOFTCAP=softcap,
+        SPLIT=p.splits > 1,
+        KEY_DTYPE=TRITON_DTYPE[s.key_dtype],
+        VALUE_DTYPE=TRITON_DTYPE[s.value_dtype],
+        KEY_DOT_DTYPE=TRITON_DTYPE[p.key_dot],
+        VALUE_DOT_DTYPE=TRITON_DTYPE[p.value_dot],
+        PAGE_SIZE=page_size,
+        GROUP=s.q_heads // s.kv_heads,
+        HEADS=p.heads,
+        HEAD_BLOCKS=p.head_blocks,
+        DIM_K=s.dim,
+        DIM_V=s.value_dim,
+        BLOCK_K=p.block_k,
+        BLOCK_V=p.block_v,
+        BLOCK_M=p.block_m,
+        BLOCK_Q=p.block_q,
+        BLOCK_N=p.block_n,
+        num_warps=p.warps,
+        num_stages=p.stages,
+    )
+    return p.splits, run
+
+
+def _bias(bias: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """A bias for the kernel, bool as bytes; its strides, 0 where broadcast, and its numbers of query rows and keys."""
     if bias is None:
-        return None, [0, 0, 0, 0], [0, 0]
+        return None, (0, 0, 0, 0, 0, 0)
     sizes = bias.shape
     strides = [0 if size == 1 else stride for size, stride in zip(sizes[:3], bias.stride(), strict=False)]
     rows = 2**31 - 1 if sizes[2] == 1 else sizes[2]
-    return bias.view(torch.uint8) if bias.dtype == torch.bool else bias, [*strides, bias.stride(3)], [rows, sizes[3]]
+    numbers = (*strides, bias.stride(3), rows, sizes[3])
+    return bias.view(torch.uint8) if bias.dtype == torch.bool else bias, numbers

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
+
+from .common import next_power_of_2
 
 if TYPE_CHECKING:
     from ..ops.attention import Attention
@@ -41,53 +42,106 @@ class Plan:
         return self.block_m // self.heads
 
 
-def plan(a: Attention) -> Plan:
-    """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
+class Shape(NamedTuple):
+    """All that a plan follows from."""
+
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    batch: int
+    queries: int
+    ragged: bool
+    keys: int
+    max_seq_len: int
+    window: int
+    causal: bool
+    bias: bool
+    packed: bool
+    value_scaled: bool
+    split_keys: int
+    query_dtype: torch.dtype
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    multiprocessors: int
+
+
+def shape_of(a: Attention) -> Shape:
+    """What the plan of a call follows from."""
     tokens, q_heads, dim = a.query.shape
-    batch, group = a.seq_lens.shape[0], q_heads // a.kv_heads
-    queries = 4 if a.batch_invariant else queries_of(a)
-    key_dot, value_dot = _dot_dtypes(a.query.dtype, a.key_dtype, a.value_dtype)
-    packed = _packed(a)
-    block_k, block_v = tile_dim(dim, packed), tile_dim(a.value_dim, packed)
+    return Shape(
+        tokens,
+        q_heads,
+        a.kv_heads,
+        dim,
+        a.value_dim,
+        a.seq_lens.shape[0],
+        4 if a.batch_invariant else queries_of(a),
+        a.query_start is not None,
+        a.page_table.shape[1] * a.page_size,
+        a.max_seq_len,
+        a.window,
+        a.causal,
+        a.bias is not None,
+        _packed(a),
+        a.value_scale_plane is not None,
+        SPLIT_KEYS if a.batch_invariant else 0,
+        a.query.dtype,
+        a.key_dtype,
+        a.value_dtype,
+        multiprocessors(a.query.device),
+    )
+
+
+def plan(a: Attention) -> Plan:
+    """How a call is cut into programs."""
+    return plan_of(shape_of(a))
+
+
+def plan_of(s: Shape) -> Plan:
+    """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
+    group = s.q_heads // s.kv_heads
+    key_dot, value_dot = _dot_dtypes(s.query_dtype, s.key_dtype, s.value_dtype)
+    block_k, block_v = tile_dim(s.dim, s.packed), tile_dim(s.value_dim, s.packed)
 
     # The accumulator, and a bias's tile, live in registers; fp32 without TF32 runs on the plain cores, in small tiles.
     item, widest = max(key_dot.itemsize, value_dot.itemsize), max(block_k, block_v)
-    most_rows = min(max((16384 if item == 2 else 4096) // widest, 16), 128 if a.bias is None else 64)
+    most_rows = min(max((16384 if item == 2 else 4096) // widest, 16), 64 if s.bias else 128)
     heads = min(group, most_rows)
-    block_m = min(max(triton.next_power_of_2(max(queries, 1) * heads), 16), most_rows)
+    block_m = min(max(next_power_of_2(max(s.queries, 1) * heads), 16), most_rows)
     if item == 4:
         warps, stages, block_n = 8, 2, 16
     elif block_m <= 32:
         # Decode computes little on a tile. With few threads each of them keeps more loads on their way (measured: at
         # a width of 128 two warps are up to 1.3 times faster than four, at 64 and 256 as much slower); a third stage
         # fetches page ids one tile ahead of keys and values.
-        warps, stages, block_n = 2 if block_k == block_v == 128 else 4, 3, 128 if packed and widest <= 128 else 64
-        if a.value_scale_plane is not None:
+        warps, stages, block_n = 2 if block_k == block_v == 128 else 4, 3, 128 if s.packed and widest <= 128 else 64
+        if s.value_scaled:
             stages = 2  # measured: registers hold what the third would
     elif block_m == 128 and widest <= 128:
         warps, stages, block_n = 8, 3, 128
     else:
-        warps, stages, block_n = 8 if block_m * widest >= 16384 or a.bias is not None else 4, 2, 64
+        warps, stages, block_n = 8 if block_m * widest >= 16384 or s.bias else 4, 2, 64
     while block_n > 16 and block_n * (block_k + block_v) * item * (stages - 1) + block_m * block_k * item > 160 * 1024:
         block_n //= 2
 
     block_q, head_blocks = block_m // heads, -(-group // heads)
-    if a.query_start is None:
-        query_blocks = batch * -(-(tokens // max(batch, 1)) // block_q)
+    if s.ragged:
+        query_blocks = s.tokens // block_q + s.batch + 1
     else:
-        query_blocks = tokens // block_q + batch + 1
-    keys = a.page_table.shape[1] * a.page_size
-    if a.batch_invariant:
-        splits = max(-(-keys // SPLIT_KEYS), 1)
+        query_blocks = s.batch * -(-(s.tokens // max(s.batch, 1)) // block_q)
+    if s.split_keys:
+        splits = max(-(-s.keys // s.split_keys), 1)
     else:
-        keys = min(keys, a.max_seq_len or keys)
-        if a.window:
-            keys = min(keys, (a.window if a.causal else 2 * a.window) + block_q)
-        programs = query_blocks * a.kv_heads * head_blocks
-        wanted = multiprocessors(a.query.device) * (4 if block_m <= 32 else 1)
+        keys = min(s.keys, s.max_seq_len or s.keys)
+        if s.window:
+            keys = min(keys, (s.window if s.causal else 2 * s.window) + block_q)
+        programs = query_blocks * s.kv_heads * head_blocks
+        wanted = s.multiprocessors * (4 if block_m <= 32 else 1)
         splits = max(1, min(wanted // max(programs, 1), -(-keys // (2 * block_n)), MAX_SPLITS))
     return Plan(
-        block_m, block_n, block_k, block_v, packed, heads, head_blocks, query_blocks, splits, warps, stages, key_dot,
+        block_m, block_n, block_k, block_v, s.packed, heads, head_blocks, query_blocks, splits, warps, stages, key_dot,
         value_dot,
     )  # fmt: skip
 
@@ -123,7 +177,7 @@ def _packed(a: Attention) -> bool:
 
 def tile_dim(dim: int, packed: bool = False) -> int:
     """Columns of a tile that holds rows of `dim` elements: a power of two, enough for tl.dot, in halves if packed."""
-    return max(triton.next_power_of_2(dim), 32 if packed else 16)
+    return max(next_power_of_2(dim), 32 if packed else 16)
 
 
 @functools.cache

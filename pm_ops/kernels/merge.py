@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import LOG2E, on_device
+from .common import LOG2E, cdiv, next_power_of_2
+from .launch import Launch, launch
 
 if TYPE_CHECKING:
     from ..ops.merge import MergeAttention
@@ -83,13 +85,11 @@ def merge_attention(a: MergeAttention) -> tuple[Tensor, Tensor]:
     out, lse = a.out_a.new_empty(a.out_a.shape), a.lse_a.new_empty(a.lse_a.shape)
     rows, dim = lse.numel(), out.shape[2]
     if rows:
-        block = triton.next_power_of_2(max(dim, 1))
+        block = next_power_of_2(dim)
         per_program = max(2048 // block, 1)
         parts = (t.contiguous() for t in (a.out_a, a.lse_a, a.out_b, a.lse_b))
-        with on_device(out):
-            _merge_attention[(triton.cdiv(rows, per_program),)](
-                *parts, out, lse, rows, DIM=dim, ROWS=per_program, BLOCK=block, num_warps=4
-            )
+        constants = {"DIM": dim, "ROWS": per_program, "BLOCK": block}
+        launch(_merge_attention, (cdiv(rows, per_program),), *parts, out, lse, rows, **constants, num_warps=4)
     return out, lse
 
 
@@ -102,17 +102,18 @@ def merge_splits(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor 
 
     The order of the sums follows from the number of splits, rounded up; `invariant`: from nothing.
     """
-    num_splits, rows, dim = partial.shape[0], out.shape[0] * out.shape[1], out.shape[2]
-    block = min(triton.next_power_of_2(dim), 32 if invariant else 64)
-    _merge_splits[(rows, triton.cdiv(dim, block))](
-        partial,
-        partial_lse,
-        out,
-        lse,
-        rows,
-        num_splits,
+    _splits_launch(partial.shape[0], *out.shape, invariant)(partial, partial_lse, out, lse)
+
+
+@functools.lru_cache(4096)
+def _splits_launch(num_splits: int, tokens: int, heads: int, dim: int, invariant: bool) -> Launch:
+    rows, block = tokens * heads, min(next_power_of_2(dim), 32 if invariant else 64)
+    return Launch(
+        _merge_splits,
+        (rows, cdiv(dim, block)),
+        (rows, num_splits),
         DIM=dim,
-        SPLITS=INVARIANT_SPLITS if invariant else triton.next_power_of_2(num_splits),
+        SPLITS=INVARIANT_SPLITS if invariant else next_power_of_2(num_splits),
         BLOCK=block,
         num_warps=4,
     )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import on_device
+from .launch import launch
 
 _PROGRAMS = 128
 
@@ -22,6 +22,5 @@ def _zero_padding(out, query_start, batch, elements: tl.int64, row: tl.int64, BL
 def zero_padding(out: Tensor, query_start: Tensor) -> None:
     """Zero the rows of the contiguous ``out [Tq, ...]`` from ``query_start[-1]`` on."""
     assert out.is_contiguous()
-    row = out.stride(0)
-    with on_device(out):
-        _zero_padding[(_PROGRAMS,)](out, query_start, query_start.shape[0] - 1, out.numel(), row, BLOCK=1024)
+    args = (out, query_start, query_start.shape[0] - 1, out.numel(), out.stride(0))
+    launch(_zero_padding, (_PROGRAMS,), *args, BLOCK=1024)

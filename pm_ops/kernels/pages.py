@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import on_device, slot_offset
+from .common import cdiv, next_power_of_2, slot_offset
+from .launch import launch
 
 if TYPE_CHECKING:
     from ..ops.pages import CopyPages, CopySlots, GatherPages, ScatterPages, ZeroPages
@@ -188,9 +189,9 @@ def _words(a: PageVerb, rows: Tensor | None) -> tuple[int, dict[str, object]]:
     base, page_stride, page_bytes, _ = a.region
     width = math.gcd(base, page_stride, page_bytes, a.buffer.data_ptr(), rows.data_ptr() if rows is not None else 0, 8)
     count = page_bytes // width
-    block = min(_PAGE_WORDS, triton.next_power_of_2(count))
+    block = min(_PAGE_WORDS, next_power_of_2(count))
     words = {"WORD": _WORD[width], "WORD_BYTES": width, "BLOCK": block, "num_warps": max(block // _WARP_WORDS, 1)}
-    return triton.cdiv(count, block), words
+    return cdiv(count, block), words
 
 
 def gather_pages(a: GatherPages) -> Tensor:
@@ -198,8 +199,8 @@ def gather_pages(a: GatherPages) -> Tensor:
     rows = a.buffer.new_empty((a.pages.shape[0], a.region[2]))
     if rows.numel():
         chunks, words = _words(a, rows)
-        with on_device(a.buffer):
-            _gather_pages[(rows.shape[0] * chunks,)](a.buffer, rows, a.pages.contiguous(), chunks, *a.region, **words)
+        args = (a.buffer, rows, a.pages.contiguous(), chunks, *a.region)
+        launch(_gather_pages, (rows.shape[0] * chunks,), *args, **words)
     return rows
 
 
@@ -207,8 +208,8 @@ def _scatter(a: ScatterPages | ZeroPages, rows: Tensor | None) -> None:
     count = a.pages.shape[0]
     if count and a.region[2]:
         chunks, words = _words(a, rows)
-        with on_device(a.buffer):
-            _scatter_pages[(count * chunks,)](a.buffer, rows, a.pages.contiguous(), chunks, *a.region, **words)
+        args = (a.buffer, rows, a.pages.contiguous(), chunks, *a.region)
+        launch(_scatter_pages, (count * chunks,), *args, **words)
 
 
 def scatter_pages(a: ScatterPages) -> None:
@@ -224,13 +225,13 @@ def zero_pages(a: ZeroPages) -> None:
 def _find_staged(src: Tensor, dst: Tensor, limit: int) -> Tensor:
     """A flag a row, and zeros up to a multiple of `_FLAGS`: its target is read. `limit`: pages or slots of the pool."""
     count = src.shape[0]
-    padded = triton.cdiv(count, _FLAGS.value) * _FLAGS.value
+    padded = cdiv(count, _FLAGS.value) * _FLAGS.value
     if count > _COMPARE_MOST:
         read = torch.zeros(limit + 2, dtype=torch.int8, device=src.device)  # ids out of range share its ends
         read.index_fill_(0, src.long().clamp(-1, limit) + 1, 1)
         return torch.nn.functional.pad(read[dst.long().clamp(-1, limit) + 1], (0, padded - count))
     staged = torch.empty(padded, dtype=torch.int8, device=src.device)
-    _compare[(padded // 16,)](src, dst, staged, count, ROWS=16, IDS=512, num_warps=8)
+    launch(_compare, (padded // 16,), src, dst, staged, count, ROWS=16, IDS=512, num_warps=8)
     return staged
 
 
@@ -243,13 +244,11 @@ def copy_pages(a: CopyPages) -> None:
     rows = a.buffer.new_empty((count, page_bytes))  # only what is staged touches it
     chunks, words = _words(a, rows)
     parts = count * chunks
-    with on_device(a.buffer):
-        staged = _find_staged(src, dst, a.region[3])
-        for second in (False, True)[:count]:  # a row alone is never staged
-            programs = min(parts, _SECOND_WARPS * _WARP_WORDS // _PAGE_WORDS) if second else parts
-            _copy_pages[(programs,)](
-                a.buffer, rows, src, dst, staged, count, chunks, parts, *a.region, SECOND=second, **words
-            )
+    staged = _find_staged(src, dst, a.region[3])
+    for second in (False, True)[:count]:  # a row alone is never staged
+        programs = min(parts, _SECOND_WARPS * _WARP_WORDS // _PAGE_WORDS) if second else parts
+        args = (a.buffer, rows, src, dst, staged, count, chunks, parts, *a.region)
+        launch(_copy_pages, (programs,), *args, SECOND=second, **words)
 
 
 def copy_slots(a: CopySlots) -> None:
@@ -263,12 +262,11 @@ def copy_slots(a: CopySlots) -> None:
     # The runs' lengths are on the device; planes do not overlap, so that all runs of a slot fit in its share of a page.
     row_bytes = (page_bytes // a.page_size + 15) // 16 * 16 + 16 * num_runs
     rows = a.buffer.new_empty(count * row_bytes)  # only what is staged touches it
-    with on_device(a.buffer):
-        staged = _find_staged(src, dst, capacity)
-        for second in (False, True)[:count]:  # a row alone is never staged
-            programs = min(parts, _SECOND_WARPS // _RUN_WARPS) if second else parts
-            _copy_slots[(programs,)](
-                a.buffer, rows, src, dst, staged, runs, count, num_runs, parts, capacity, base, page_stride, row_bytes,
-                SECOND=second, ALIGNED=a.buffer.data_ptr() % 16 == 0, PAGE_SIZE=a.page_size,
-                RUNS=triton.next_power_of_2(num_runs), BLOCK=_RUN_BLOCK, num_warps=_RUN_WARPS,
-            )  # fmt: skip
+    staged = _find_staged(src, dst, capacity)
+    for second in (False, True)[:count]:  # a row alone is never staged
+        programs = min(parts, _SECOND_WARPS // _RUN_WARPS) if second else parts
+        launch(
+            _copy_slots, (programs,), a.buffer, rows, src, dst, staged, runs, count, num_runs, parts, capacity, base,
+            page_stride, row_bytes, SECOND=second, ALIGNED=a.buffer.data_ptr() % 16 == 0, PAGE_SIZE=a.page_size,
+            RUNS=next_power_of_2(num_runs), BLOCK=_RUN_BLOCK, num_warps=_RUN_WARPS,
+        )  # fmt: skip

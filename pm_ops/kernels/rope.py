@@ -8,6 +8,7 @@ that (`enable_fp_fusion`).
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import SATURATES, TRITON_DTYPE, on_device
+from .common import SATURATES, TRITON_DTYPE, cdiv, next_power_of_2
+from .launch import Launch
 from .rows import (
     cells_of,
     largest,
@@ -256,20 +258,23 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
     query, key, value = a.query, a.key, a.value
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     key_out = torch.empty(key.shape if a.return_key else 0, dtype=key.dtype, device=key.device)
-    num_tokens, query_heads, dim = query.shape
-    num_slots, key_heads, (_, value_heads, value_dim) = a.slots.shape[0], key.shape[1], value.shape
-    half = a.cos_sin.shape[1] // 2
-    planes = (a.key_plane, a.value_plane, a.key_scale_plane, a.value_scale_plane)
-    _, rows, warps = tile(max(dim, value_dim), 2048)
-    programs = (
-        triton.cdiv(num_tokens * query_heads, rows)
-        + triton.cdiv(num_tokens * key_heads, rows)
-        + triton.cdiv(num_slots * value_heads, rows)
+    run = _launch(
+        (query.shape, key.shape, value.shape, a.cos_sin.shape, a.slots.shape),
+        (*query.stride(), *key.stride(), *value.stride(), *a.cos_sin.stride()),
+        tuple(
+            None if p is None else tuple(p)
+            for p in (a.key_plane, a.value_plane, a.key_scale_plane, a.value_scale_plane)
+        ),
+        a.page_size,
+        (a.key_dtype, a.value_dtype),
+        (
+            a.key_scale_tensor is not None or a.key_scale != 1.0,
+            a.value_scale_tensor is not None or a.value_scale != 1.0,
+        ),
+        a.interleaved,
     )
-    if programs == 0:
-        return query_out, key_out
-    with on_device(a.buffer):
-        _rope_store_kv[(programs,)](
+    if run is not None:
+        run(
             a.buffer,
             query,
             key,
@@ -287,37 +292,64 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
             a.value_scale,
             a.key_scale_tensor,
             a.value_scale_tensor,
-            None if a.key_scale_plane is None else tuple(a.key_scale_plane[:4]),
-            None if a.value_scale_plane is None else tuple(a.value_scale_plane[:4]),
-            num_tokens,
-            num_slots,
-            min(p[4] for p in planes if p is not None) * a.page_size,
-            a.cos_sin.shape[0],
-            *query.stride(),
-            *key.stride(),
-            *value.stride(),
-            *a.cos_sin.stride(),
-            *a.key_plane[:4],
-            *a.value_plane[:4],
-            KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
-            KEY_DTYPE=TRITON_DTYPE[a.key_dtype],
-            KEY_LIMIT=SATURATES.get(a.key_dtype, 0.0),
-            VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
-            VALUE_DTYPE=TRITON_DTYPE[a.value_dtype],
-            VALUE_LIMIT=SATURATES.get(a.value_dtype, 0.0),
-            PAGE_SIZE=a.page_size,
-            QUERY_HEADS=query_heads,
-            KEY_HEADS=key_heads,
-            VALUE_HEADS=value_heads,
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            HALF=half,
-            INTERLEAVED=a.interleaved,
-            BLOCK=triton.next_power_of_2(half),
-            REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
-            VALUE_BLOCK=triton.next_power_of_2(value_dim),
-            ROWS=rows,
-            num_warps=warps,
-            enable_fp_fusion=False,
         )
     return query_out, key_out
+
+
+@functools.lru_cache(4096)
+def _launch(
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[int, ...],
+    planes: tuple[tuple[int, ...] | None, ...],
+    page_size: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    scaled: tuple[bool, bool],
+    interleaved: bool,
+) -> Launch | None:
+    """The launch of these shapes of query, key, value, cos_sin and slots; None where there is nothing to do."""
+    (num_tokens, query_heads, dim), (_, key_heads, _), (_, value_heads, value_dim) = shapes[:3]
+    (max_position, rotary_dim), (num_slots,) = shapes[3:]
+    half = rotary_dim // 2
+    _, rows, warps = tile(max(dim, value_dim), 2048)
+    programs = (
+        cdiv(num_tokens * query_heads, rows) + cdiv(num_tokens * key_heads, rows) + cdiv(num_slots * value_heads, rows)
+    )
+    if programs == 0:
+        return None
+    key_plane, value_plane, key_scale_plane, value_scale_plane = (None if p is None else p[:4] for p in planes)
+    assert key_plane is not None and value_plane is not None
+    return Launch(
+        _rope_store_kv,
+        (programs,),
+        (
+            key_scale_plane,
+            value_scale_plane,
+            num_tokens,
+            num_slots,
+            min(p[4] for p in planes if p is not None) * page_size,
+            max_position,
+            *strides,
+            *key_plane,
+            *value_plane,
+        ),
+        KEY_SCALED=scaled[0],
+        KEY_DTYPE=TRITON_DTYPE[dtypes[0]],
+        KEY_LIMIT=SATURATES.get(dtypes[0], 0.0),
+        VALUE_SCALED=scaled[1],
+        VALUE_DTYPE=TRITON_DTYPE[dtypes[1]],
+        VALUE_LIMIT=SATURATES.get(dtypes[1], 0.0),
+        PAGE_SIZE=page_size,
+        QUERY_HEADS=query_heads,
+        KEY_HEADS=key_heads,
+        VALUE_HEADS=value_heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        HALF=half,
+        INTERLEAVED=interleaved,
+        BLOCK=next_power_of_2(half),
+        REST_BLOCK=next_power_of_2(dim - 2 * half),
+        VALUE_BLOCK=next_power_of_2(value_dim),
+        ROWS=rows,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import cast_to, slot_offset
+from .common import cast_to, next_power_of_2, slot_offset
 
 TINY = tl.constexpr(2.0**-126)  # the smallest normal fp32
 
@@ -149,6 +149,6 @@ def tile(dim: int, elements: int) -> tuple[int, int, int]:
     programs were no faster beyond noise. Rotations take 2048, one load of 16 bytes for the first and one for the
     second elements of pairs; with 1024 these would be of 8 bytes, and 8192 tokens were 3 % slower.
     """
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     rows = max(elements // block, 1)
     return block, rows, 4 if rows * block <= 2048 else 8

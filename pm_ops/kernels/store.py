@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import SATURATES, TRITON_DTYPE, cast_to, decoded, on_device
+from .common import SATURATES, TRITON_DTYPE, cast_to, cdiv, decoded, next_power_of_2
+from .launch import Launch, launch
 from .rows import cells_of, load_row, load_scale, one_scale, rows_of, slots_of, store_row, store_rows, tile
 
 if TYPE_CHECKING:
@@ -130,17 +133,27 @@ class _Side(NamedTuple):
     limit: float = 0.0
 
 
-def _side(rows: Tensor | None, plane: Any, dtype: Any, scale_plane: Sequence[int] | None) -> _Side:
+_Rows = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype, tuple[int, ...] | None]
+"""Shape and strides of rows to store, and the plane, its dtype and its scales' plane."""
+
+
+def _rows(rows: Tensor | None, plane: Any, dtype: Any, scale_plane: Sequence[int] | None) -> _Rows | None:
+    if rows is None:
+        return None
+    return rows.shape, rows.stride(), tuple(plane), dtype, None if scale_plane is None else tuple(scale_plane)
+
+
+def _side(rows: _Rows | None) -> _Side:
     if rows is None:
         return _Side()
-    *strides, num_pages = plane
+    (_, heads, dim), strides, (*plane, num_pages), dtype, scale_plane = rows
     return _Side(
-        heads=rows.shape[1],
-        dim=rows.shape[2],
-        block=triton.next_power_of_2(max(rows.shape[2], 1)),
+        heads=heads,
+        dim=dim,
+        block=next_power_of_2(dim),
         capacities=(num_pages,) if scale_plane is None else (num_pages, scale_plane[4]),
-        strides=(*rows.stride(), *strides),
-        scale_plane=None if scale_plane is None else tuple(scale_plane[:4]),
+        strides=(*strides, *plane),
+        scale_plane=None if scale_plane is None else scale_plane[:4],
         dtype=TRITON_DTYPE[dtype],
         limit=SATURATES.get(dtype, 0.0),
     )
@@ -148,44 +161,49 @@ def _side(rows: Tensor | None, plane: Any, dtype: Any, scale_plane: Sequence[int
 
 def store_kv(a: StoreKV) -> None:
     """`pm_ops::store_kv` in one launch, for key and value together."""
-    k = _side(a.key, a.key_plane, a.key_dtype, a.key_scale_plane)
-    v = _side(a.value, a.value_plane, a.value_dtype, a.value_scale_plane)
-    num_slots = a.slots.shape[0]
+    run = _store_launch(
+        a.slots.shape[0],
+        a.page_size,
+        _rows(a.key, a.key_plane, a.key_dtype, a.key_scale_plane),
+        _rows(a.value, a.value_plane, a.value_dtype, a.value_scale_plane),
+        a.key_scale_tensor is not None or a.key_scale != 1.0,
+        a.value_scale_tensor is not None or a.value_scale != 1.0,
+    )
+    if run is not None:
+        slots, scales = a.slots.contiguous(), (a.key_scale, a.value_scale, a.key_scale_tensor, a.value_scale_tensor)
+        run(a.buffer, a.key, a.value, slots, *scales)
+
+
+@functools.lru_cache(4096)
+def _store_launch(
+    num_slots: int, page_size: int, key: _Rows | None, value: _Rows | None, key_scaled: bool, value_scaled: bool
+) -> Launch | None:
+    """The launch of these rows; None where there is nothing to store."""
+    k, v = _side(key), _side(value)
     if num_slots == 0 or k.heads * k.dim + v.heads * v.dim == 0:
-        return
+        return None
     _, rows, warps = tile(max(k.dim, v.dim), 1024)
-    with on_device(a.buffer):
-        _store_kv[(triton.cdiv(num_slots * k.heads, rows) + triton.cdiv(num_slots * v.heads, rows),)](
-            a.buffer,
-            a.key,
-            a.value,
-            a.slots.contiguous(),
-            a.key_scale,
-            a.value_scale,
-            a.key_scale_tensor,
-            a.value_scale_tensor,
-            k.scale_plane,
-            v.scale_plane,
-            num_slots,
-            min(k.capacities + v.capacities) * a.page_size,
-            *k.strides,
-            *v.strides,
-            KEY_SCALED=a.key_scale_tensor is not None or a.key_scale != 1.0,
-            KEY_DTYPE=k.dtype,
-            KEY_LIMIT=k.limit,
-            KEY_HEADS=k.heads,
-            KEY_DIM=k.dim,
-            KEY_BLOCK=k.block,
-            VALUE_SCALED=a.value_scale_tensor is not None or a.value_scale != 1.0,
-            VALUE_DTYPE=v.dtype,
-            VALUE_LIMIT=v.limit,
-            VALUE_HEADS=v.heads,
-            VALUE_DIM=v.dim,
-            VALUE_BLOCK=v.block,
-            PAGE_SIZE=a.page_size,
-            ROWS=rows,
-            num_warps=warps,
-        )
+    capacity = min(k.capacities + v.capacities) * page_size
+    return Launch(
+        _store_kv,
+        (cdiv(num_slots * k.heads, rows) + cdiv(num_slots * v.heads, rows),),
+        (k.scale_plane, v.scale_plane, num_slots, capacity, *k.strides, *v.strides),
+        KEY_SCALED=key_scaled,
+        KEY_DTYPE=k.dtype,
+        KEY_LIMIT=k.limit,
+        KEY_HEADS=k.heads,
+        KEY_DIM=k.dim,
+        KEY_BLOCK=k.block,
+        VALUE_SCALED=value_scaled,
+        VALUE_DTYPE=v.dtype,
+        VALUE_LIMIT=v.limit,
+        VALUE_HEADS=v.heads,
+        VALUE_DIM=v.dim,
+        VALUE_BLOCK=v.block,
+        PAGE_SIZE=page_size,
+        ROWS=rows,
+        num_warps=warps,
+    )
 
 
 def load_kv(a: LoadKV) -> Tensor:
@@ -196,24 +214,25 @@ def load_kv(a: LoadKV) -> Tensor:
         return out
     block, rows, warps = tile(a.dim, 1024 if num_slots <= 512 else 4096)
     capacity = a.plane[4] if a.scale_plane is None else min(a.plane[4], a.scale_plane[4])
-    with on_device(a.buffer):
-        _load_kv[(triton.cdiv(num_slots * a.heads, rows),)](
-            a.buffer,
-            out,
-            a.slots.contiguous(),
-            a.scale,
-            a.scale_tensor,
-            None if a.scale_plane is None else tuple(a.scale_plane[:4]),
-            num_slots,
-            capacity * a.page_size,
-            *a.plane[:4],
-            CONVERTED=a.out_dtype is not None,
-            DTYPE=TRITON_DTYPE[a.dtype],
-            PAGE_SIZE=a.page_size,
-            HEADS=a.heads,
-            DIM=a.dim,
-            BLOCK=block,
-            ROWS=rows,
-            num_warps=warps,
-        )
+    launch(
+        _load_kv,
+        (cdiv(num_slots * a.heads, rows),),
+        a.buffer,
+        out,
+        a.slots.contiguous(),
+        a.scale,
+        a.scale_tensor,
+        None if a.scale_plane is None else tuple(a.scale_plane[:4]),
+        num_slots,
+        capacity * a.page_size,
+        *a.plane[:4],
+        CONVERTED=a.out_dtype is not None,
+        DTYPE=TRITON_DTYPE[a.dtype],
+        PAGE_SIZE=a.page_size,
+        HEADS=a.heads,
+        DIM=a.dim,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=warps,
+    )
     return out

@@ -22,8 +22,7 @@ F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
     """Of 128 keys, so that short sequences have several."""
-    for module in ("attention", "attention_plan"):
-        monkeypatch.setattr(f"pm_ops.kernels.{module}.SPLIT_KEYS", 128)
+    monkeypatch.setattr(attention_plan, "SPLIT_KEYS", 128)
 
 
 def invariant(case: Attention, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,118 @@
+"""Launches that do not bind and specialise every argument in Python again, which is most of an eager call's time.
+
+``kernel[grid](...)`` looks the compiled variant of a kernel up, at each call, by what every argument is specialised on.
+A :class:`Launch` holds the arguments that follow from a call's shapes, is kept for the next call of these shapes, and
+looks at the others alone. Its keys are never coarser than Triton's: lists of arguments that Triton specialises
+differently have different keys. Triton compiles each variant, at its first launch, and runs it after that
+(``CompiledKernel.__getitem__``), with the hooks that a profiler has set.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
+
+REMEMBERS = (
+    torch.version.hip is None  # there pointers are specialised on their tensor's size, too
+    and hasattr(CompiledKernel, "__getitem__")
+    and hasattr(knobs.runtime, "debug")
+    and hasattr(knobs.runtime, "add_stages_inspection_hook")
+    and hasattr(knobs.compilation, "instrumentation_mode")
+)
+"""Whether this triton's variants can be remembered. If not, every launch is ``kernel[grid](...)``: the same, slower."""
+
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """``kernel[grid](*args, **options)`` on the device of the first argument; see :class:`Launch`."""
+    Launch(kernel, grid, **options)(*args)
+
+
+class Launch:
+    """``kernel[grid](*args, *numbers, **options)``, to be called with ``args``.
+
+    Args:
+        kernel: a ``triton.jit`` function whose globals do not change; its constexprs are its last parameters.
+        grid: one to three numbers of programs.
+        numbers: the last of the other arguments: ints, floats, bools, tuples of these, and None.
+        options: all constexprs, hashable, and the compiler's options (``num_warps``, ...).
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...] = (), **options: Any) -> None:
+        self.kernel, self.numbers, self.options = kernel, numbers, options
+        self.grid = (*grid, 1, 1)[:3]
+        self._last = (*numbers, *(options[name] for name in kernel.arg_names if name in options))
+        self._runs: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __call__(self, *args: Any) -> None:
+        """Launch on the device of the first argument, a tensor; the others are tensors or as ``numbers``."""
+        device = args[0].device
+        if device.type != "cuda":
+            self.through_triton(args)  # the interpreter
+        elif device.index == torch.cuda.current_device():
+            self.on_current_device(device.index, args)
+        else:
+            with torch.cuda.device(device):
+                self.on_current_device(device.index, args)
+
+    def on_current_device(self, device: int, args: tuple[Any, ...]) -> None:
+        """Launch on the current CUDA device, whose index is given."""
+        runtime, kernel = knobs.runtime, self.kernel
+        hooked = type(kernel) is not JITFunction or kernel.pre_run_hooks or runtime.add_stages_inspection_hook
+        if hooked or not REMEMBERS:
+            self.through_triton(args)
+            return
+        key = (device, runtime.debug, knobs.compilation.instrumentation_mode, *specialisation(args))
+        run = self._runs.get(key)
+        if run is None:
+            whole = (kernel.fn, *key, *specialisation(self.numbers), *self.options, *self.options.values())
+            variant = _compiled.get(whole)
+            if variant is None:
+                variant = self.through_triton(args)
+                if isinstance(variant, CompiledKernel):  # not where a hook took the compilation over
+                    _compiled[whole] = variant
+                return
+            run = self._runs[key] = variant[self.grid]
+        run(*args, *self._last)
+
+    def through_triton(self, args: tuple[Any, ...]) -> Any:
+        """Launch in Triton's own way; returns what that returns, the compiled kernel."""
+        return self.kernel[self.grid](*args, *self.numbers, **self.options)
+
+
+def specialisation(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All of the arguments that Triton may specialise a kernel on, and little more.
+
+    That are a tensor's dtype and whether its address is a multiple of 16; what :func:`_kind` tells of an int; of floats
+    and bools the type alone; and which arguments are None.
+    """
+    key: list[Any] = []
+    for x in args:
+        of = type(x)
+        if x is None:
+            key.append(None)
+        elif of is int:
+            key.append(_kind(x))
+        elif isinstance(x, Tensor):
+            key += (x.dtype, x.data_ptr() % 16 == 0)
+        elif of is tuple:
+            key.append(specialisation(x))
+        elif of is float or of is bool:
+            key.append(of)
+        else:
+            raise TypeError(f"an argument is a {of.__name__}; a launch takes tensors, numbers, tuples of them and None")
+    return tuple(key)
+
+
+@functools.lru_cache(1 << 16)
+def _kind(x: int) -> tuple[int, bool, bool]:
+    """The words that an int needs (0: 32 bits, 1: 64, 2: 64 unsigned), whether it is 1, and a multiple of 16."""
+    return (x if x >= 0 else ~x).bit_length() // 32, x == 1, x % 16 == 0
