@@ -157,6 +157,11 @@ def value_at_hand(x: Any) -> int | None:
     return int(x.node.hint) if x.node.has_hint() else None
 
 
+def settled(x: Any) -> Any:
+    """A symbolic number of which only one value is left as that value: no recording knows it as a symbol any more."""
+    return int(x) if isinstance(x, torch.SymInt) and x.node.expr.is_number else x
+
+
 def symbolic_terms(x: Any) -> list[Any]:
     """The symbolic summands of a number, each a whole number times an expression."""
     if isinstance(x, int):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .forms import CachePlane
-from .internals import DataDependent, divisible, guard_or_false, sum_of_terms, symbolic_terms, value_at_hand
+from .internals import DataDependent, divisible, guard_or_false, settled, sum_of_terms, symbolic_terms, value_at_hand
 from .report import RewriteError
 
 ROW_AXES = "HDR"
@@ -100,7 +100,7 @@ def _starts(view: Tensor, plane: CachePlane) -> dict[str, Size] | None:
     offset: Size = view.storage_offset()
     axes = plane.axes
     rest, terms = _hint(offset) - plane.storage_offset, symbolic_terms(offset)
-    if any(guard_or_false(n == 0) for n in view.shape):  # no token at all, and k[n:n] may begin behind the last one
+    if any(guard_or_false(settled(n) == 0) for n in view.shape):  # no token at all, and k[n:n] may begin behind the last one
         end = axes[0][1] * axes[0][2] if axes else 1
         return {axis: 0 for axis, _, _ in axes} if 0 <= rest <= end else None
     if rest < 0:
@@ -130,7 +130,7 @@ def _hint(x: Size) -> int:
 def _dims(view: Tensor, plane: CachePlane, start: dict[str, Size]) -> tuple[Dim, ...] | None:
     dims = []
     for size, stride in zip(view.shape, view.stride(), strict=True):
-        found = _dim(size, stride, plane, start)
+        found = _dim(settled(size), settled(stride), plane, start)
         if found is None:
             return None
         dims.append(found)

@@ -182,9 +182,11 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     block_n = _block_n(dim, a.value_dim)
     rows = min(a.page_size & -a.page_size, 64, block_n)  # a power of two that divides the page
     boxes = rows >= 8
-    keys: Tensor | TensorDescriptor = plane_view(a.buffer, a.key_plane, a.page_size, a.kv_heads, dim, a.key_dtype)
+    num_pages = min(a.key_plane[4], a.value_plane[4])  # of both: the page behind them has to be none of either
+    key_plane, value_plane = ([*plane[:4], num_pages] for plane in (a.key_plane, a.value_plane))
+    keys: Tensor | TensorDescriptor = plane_view(a.buffer, key_plane, a.page_size, a.kv_heads, dim, a.key_dtype)
     values: Tensor | TensorDescriptor = plane_view(
-        a.buffer, a.value_plane, a.page_size, a.kv_heads, a.value_dim, a.value_dtype
+        a.buffer, value_plane, a.page_size, a.kv_heads, a.value_dim, a.value_dtype
     )
     key_strides, value_strides = None, None
     if boxes:
@@ -211,7 +213,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
             None if a.sinks is None else a.sinks.contiguous(),
             page_table,
             page_table.stride(0),
-            min(a.key_plane[4], a.value_plane[4]),
+            num_pages,
             None if a.query_start is None else a.query_start.contiguous(),
             a.seq_lens.contiguous(),
             1.0 if capped else scale * LOG2E.value,

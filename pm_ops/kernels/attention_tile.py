@@ -199,11 +199,11 @@ def attend(
             slot = slot_offset(page, token, value_page_stride, value_token_stride)
         if value_scale_plane is not None:
             p *= _load_scales(value_scales, value_scale_plane, page, token, seen, MASKED or (bias is not None))[None, :]
-            new_unit = tl.maximum(unit * shrink, tl.max(p, 1))
-            inverse = tl.where(new_unit == 0, 0.0, 1.0 / new_unit)
+            carried = unit * shrink
+            unit = tl.maximum(carried, tl.max(p, 1))
+            inverse = tl.where(unit == 0, 0.0, 1.0 / unit)
             p *= inverse[:, None]
-            shrink *= unit * inverse
-            unit = new_unit
+            shrink = tl.where(unit == carried, 1.0, carried * inverse)  # x * (1 / x) is not 1: a tile unseen would count
         p = p.to(DOT_DTYPE)
         if PACKED:
             words = _load_rows(values + slot, seen, tl.int16, DIM_V // 2, BLOCK_V // 2, MASKED or (bias is not None))

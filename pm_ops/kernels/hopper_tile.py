@@ -52,7 +52,7 @@ def tile_of(
         b = _find_sequence(query_start, block, batch, BLOCK_Q)
         start = gl.load(query_start + b).to(gl.int32)
         stop = gl.load(query_start + b + 1, mask=b < batch, other=0).to(gl.int32)
-        num = gl.where(b < batch, stop, num_queries) - start
+        num = gl.where(b < batch, gl.minimum(stop, num_queries), num_queries) - start  # no row behind the query's last
         first = (block - b - start // BLOCK_Q) * BLOCK_Q
     seq_len = gl.load(seq_lens + b, mask=b < batch, other=0).to(gl.int32)
     earliest = seq_len - num + first

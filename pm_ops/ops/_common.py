@@ -157,7 +157,7 @@ def require_device(name: str, tensor: Tensor, device: torch.device) -> None:
 def require_plane(
     name: str, nbytes: int, plane: Sequence[int], page_size: int, heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    """``{name}_plane`` has five numbers, is aligned to its dtype, and every element lies in the buffer, once."""
+    """``{name}_plane`` has five numbers, is aligned to its dtype, lies in the buffer, and its heads do not overlap."""
     if dtype not in PLANE_DTYPES:
         supported = ", ".join(map(dtype_name, PLANE_DTYPES))
         raise ValueError(f"{name} dtype {dtype_name(dtype)} is not supported; use one of {supported}")
@@ -170,7 +170,10 @@ def require_plane(
         offset + (num_pages - 1) * page_stride + (page_size - 1) * token_stride + (heads - 1) * head_stride + dim * item
     )
     rules = (
-        (offset + page_stride + token_stride + head_stride) % item == 0 and offset % item == 0,
+        offset % item == 0,
+        page_stride % item == 0,
+        token_stride % item == 0,
+        head_stride % item == 0,
         offset >= 0,
         page_stride >= 0,
         token_stride >= 0,

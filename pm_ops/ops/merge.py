@@ -63,7 +63,7 @@ def _merge_attention_cpu(a: MergeAttention) -> tuple[Tensor, Tensor]:
     total = weight_a + weight_b
     out = torch.zeros(a.out_a.shape, device=a.out_a.device)
     for part, weight in ((a.out_a, weight_a), (a.out_b, weight_b)):  # by their sum: a large lse's rounding cancels
-        out += torch.where(weight[..., None] > 0, part.float() * (weight / total)[..., None], 0.0)
+        out += torch.where(weight[..., None] != 0, part.float() * (weight / total)[..., None], 0.0)
     lse = shift + torch.log(total)
     return out.to(a.out_a.dtype), lse.contiguous()
 

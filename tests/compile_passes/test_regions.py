@@ -90,6 +90,21 @@ def test_a_view_at_a_symbolic_position_is_eagers(
     twins.check_pages()
 
 
+@pytest.mark.parametrize("form", ["SHD", "BSHD"])
+def test_a_view_that_ends_at_a_number_of_one_value_left_is_eagers(paged: Any, form: str) -> None:
+    """Dynamo's 0 is symbolic still, but has no symbol: arithmetic with it cannot be recorded."""
+
+    def zeroed(c: Tensor, x: Tensor, n: int) -> Tensor:
+        c[:n].zero_()
+        return x + 1
+
+    seq = 20 if form == "SHD" else 14
+    twins = twins_of(paged, Model(form, seq, zeroed), form, seq, dynamic=True)
+    for n in (0, 1, 3, 2):
+        twins.check(torch.randn(1, DIM), n)
+    twins.check_pages()
+
+
 def test_a_view_at_a_number_read_from_a_tensor_is_refused(paged: Any) -> None:
     def body(c: Tensor, x: Tensor, n: Tensor) -> Tensor:
         at = (n + 1).item()

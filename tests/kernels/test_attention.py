@@ -297,6 +297,39 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], np.ndarray]:
 
 
 @on_each_device
+@pytest.mark.parametrize("width", [2, 70])
+def test_lengths_past_the_page_table_read_no_entry_behind_it(device, width):
+    """Refused where values are checked; elsewhere the table's keys are all there are. Behind it: pages of NaN."""
+    lens = [width * 4]
+    case = attention_case(device, lens, [3], causal=False, num_pages=width + 9)
+    free = sorted(set(range(width + 9)) - set(case.page_table.flatten().tolist()))
+    around = torch.tensor([[*case.page_table[0].tolist(), *free]], dtype=torch.int32, device=device)
+    expected, expected_lse = attention(case)
+    out, lse = attention(dataclasses.replace(case, page_table=around[:, :width], seq_lens=case.seq_lens + 7))
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.skipif(CUDA, reason="looks into the interpreter")
+def test_query_starts_past_the_last_row_write_nothing_behind_it(monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    addresses: list[np.ndarray] = []
+
+    def create_masked_store(self, pointers, value, mask, *args):  # notes, and writes nothing
+        at, keep = np.broadcast_arrays(pointers.data, mask.data)
+        addresses.append(at[keep].astype(np.int64))
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", create_masked_store)
+    case = attention_case("cpu", [13, 30], [3, 9])
+    out, lse = attention(dataclasses.replace(case, query_start=case.query_start + torch.tensor([0, 0, 20])))
+    written, inside = np.concatenate(addresses), 0
+    for tensor in (out, lse):
+        inside += ((written >= tensor.data_ptr()) & (written < tensor.data_ptr() + tensor.nbytes)).sum()
+    assert inside == len(written) == out.numel() + lse.numel()
+
+
+@on_each_device
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("forgotten", [True, False])
 def test_pages_before_the_window_may_be_freed_and_hold_nan(device, causal, forgotten):

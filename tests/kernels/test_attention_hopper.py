@@ -125,6 +125,44 @@ def test_no_bit_depends_on_the_page_size(page_size):
 
 
 @pytest.mark.gpu
+def test_one_plane_may_have_more_pages_than_the_other():
+    for lens in ([77], [130], [13]):
+        case = attention_case("cuda", lens, [9], **COMMON, num_pages=40)
+        used = int(case.page_table.max()) + 1
+        for kind in ("key_plane", "value_plane"):
+            fewer = dataclasses.replace(case, **{kind: [*getattr(case, kind)[:4], used]})
+            check_attention(case, *attention_hopper.attention(fewer))
+
+
+@pytest.mark.gpu
+def test_query_starts_past_the_last_row_write_nothing_behind_it():
+    case = attention_case("cuda", [77, 40], [40, 9], **COMMON)
+    start = torch.tensor([0, 40, 10_000], dtype=torch.int32, device="cuda")
+    out, _ = attention_hopper.attention(dataclasses.replace(case, query_start=start))
+    torch.cuda.synchronize()
+    whole, _ = attention_hopper.attention(case)
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_page_that_stands_for_none_is_behind_the_last_of_both_planes(page_size, monkeypatch):
+    """Boxes that no query sees come from there and have to be zeros, also where one plane has more pages."""
+    launches: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: launches.append(args)
+
+    monkeypatch.setattr(attention_hopper, "_attention_hopper", Kernel())
+    case = attention_case("cpu", [40], [40], **{**COMMON, "page_size": page_size})
+    for kind in ("key_plane", "value_plane"):
+        fewer = getattr(case, kind)[4] - 1
+        attention_hopper.attention(dataclasses.replace(case, **{kind: [*getattr(case, kind)[:4], fewer]}))
+        keys, values, *_ = args = launches.pop()
+        assert keys.shape[0] == values.shape[0] == args[12] == fewer
+
+
+@pytest.mark.gpu
 def test_a_query_that_is_a_slice_of_one_projection():
     case = attention_case("cuda", **{**COMMON, **RAGGED})
     qkv = torch.randn(case.query.shape[0], 12, 128, device="cuda", dtype=BF16)

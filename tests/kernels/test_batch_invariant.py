@@ -52,6 +52,17 @@ def test_alone_in_a_batch_and_under_a_wider_table_a_row_has_the_same_bits(device
         assert torch.equal(alone_lse, lse[begin:end])
 
 
+@on_each_device
+def test_a_tile_of_keys_that_only_later_queries_see_changes_no_bit(device):
+    """Also where values have scales of their own, by which the sums are carried on from tile to tile."""
+    case = attention_case(device, [65], [2], dtypes=(F32, torch.int8, torch.int8), own=True, heads=(32, 32))
+    out, lse = invariant(case)
+    start = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    alone, alone_lse = invariant(case, query=case.query[:1], query_start=start, seq_lens=case.seq_lens - 1)
+    assert torch.equal(alone, out[:1])
+    assert torch.equal(alone_lse, lse[:1])
+
+
 @pytest.mark.gpu  # the interpreter's numpy rounds by an element's place in its array
 @pytest.mark.parametrize("options", [{}, {"window": 50}], ids=str)
 def test_a_token_has_the_same_bits_in_a_prefill_and_as_a_decode_step(options):

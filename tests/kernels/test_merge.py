@@ -47,6 +47,15 @@ def test_an_empty_part_counts_nothing_whatever_it_holds_and_two_give_zero(device
 
 
 @on_each_device
+def test_a_part_that_is_not_a_number_shows_in_the_result(device):
+    nan, ones = (torch.full((1, 1, 16), x, device=device) for x in (torch.nan, 1.0))
+    for first, second in ((nan, ones), (ones, nan)):
+        out, lse = merge_attention(MergeAttention(first, first[..., 0], second, second[..., 0]))
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+@on_each_device
 def test_extreme_log_sum_exps_stay_finite(device):
     a, b = torch.randn(2, 3, 1, 16, device=device)
     lse_a = torch.tensor([[1e4], [-1e4], [88.0]], device=device)

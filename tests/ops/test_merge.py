@@ -45,6 +45,16 @@ def test_large_log_sum_exps_do_not_overflow():
     assert out.flatten().tolist() == [2.0] * 4 and lse.item() == pytest.approx(900.6931, abs=1e-3)
 
 
+def test_a_part_that_is_not_a_number_shows_in_the_result():
+    out, lse = torch.ones(2, 1, 4), torch.zeros(2, 1)
+    bad_out, bad_lse = out.clone(), lse.clone()
+    bad_out[0], bad_lse[0] = torch.nan, torch.nan
+    for order in ((bad_out, bad_lse, out, lse), (out, lse, bad_out, bad_lse)):
+        merged, merged_lse = pm_ops.merge_attention(*order)
+        assert merged[0].isnan().all() and merged_lse[0].isnan().all()
+        assert merged[1].eq(1).all() and merged_lse[1].isfinite().all()
+
+
 def test_shapes_and_dtypes_that_do_not_fit_are_refused():
     out, lse = torch.ones(2, 3, 4), torch.ones(2, 3)
     with pytest.raises(ValueError, match="lse_b must be float32"):

@@ -187,6 +187,16 @@ def test_a_plane_that_leaves_the_buffer_is_refused():
         torch.ops.pm_ops.load_kv(pool.buffer, torch.tensor([0]), [2, *plane[1:]], 4, 2, 8, torch.float32)
 
 
+@pytest.mark.parametrize("shifts", [(2, 0, 0, 0), (0, 3, 1, 0), (0, 1, 0, 3), (0, 0, 1, 3), (1, 1, 1, 1)])
+def test_offset_and_strides_that_are_no_multiples_of_the_element_are_refused(shifts):
+    """Each by itself: two odd ones whose sum is even too."""
+    pool = pm_ops.PagePool(pm_ops.page_major(2, 2, 8, 4, torch.float32), 5)
+    plane = [n + by for n, by in zip(pool.geometry(0, "key"), (*shifts, -1), strict=True)]
+    args = (torch.ones(1, 2, 8), None, torch.tensor([0]), plane, None, 4, torch.float32, None)
+    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="multiples of 4"):
+        torch.ops.pm_ops.store_kv(pool.buffer, *args)
+
+
 def test_page_size_one_and_many_give_the_same_bytes_as_a_layer_major_tensor():
     """One operator on a plain [slots, heads, dim] tensor, on pages of one slot, and on pages of four."""
     rows, slots = torch.randn(5, 2, 8), torch.tensor([3, 11, 0, 8, 5])
