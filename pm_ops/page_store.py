@@ -1,0 +1,160 @@
+"""PageStore: a folder of pages by key, bounded in size, for any number of processes at once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .disk import TEMPORARY, finished, packed, publish, read_header, read_into
+from .pool import PagePool
+
+SUFFIX = ".safetensors"
+KEY = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z_.-]{0,199}")
+
+
+class _Entry(NamedTuple):
+    used: int
+    """When it was last written or read, in nanoseconds."""
+    nbytes: int
+    path: Path
+
+
+class PageStore:
+    """Groups of pages by key: one file of :func:`save_pages` each, at most ``max_bytes`` in all.
+
+    The least recently used entries make room for new ones. Several processes may share a folder. A reader keeps what
+    it has opened, also while another process evicts it. A process that dies leaves no entry that is not whole; the
+    file it was writing is removed when room is made, or the folder opened, the next time.
+
+    Args:
+        folder: made where it is not there. On a file system with ``flock``.
+        max_bytes: bytes of all entries, headers included; files still being written come on top.
+        model: see :class:`PageHeader`. Entries of another model or layout are refused, not overwritten: what tells
+            them apart belongs into the folder's name or the key.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int, *, model: str) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes={max_bytes}: give the bytes that the store may take, 1 or more")
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+        self.model = model
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            self._make_room(0)
+
+    def put(self, key: str, pool: PagePool, pages: Tensor | Sequence[int]) -> bool:
+        """Keep these pages under a key. False where the key is there already: the entry stays, and counts as used.
+
+        Args:
+            key: a hash of what the pages hold, such as of all token ids up to their end: letters, digits, ``_.-``.
+
+        Raises:
+            ValueError: the entry that is there is of another layout, model or number of pages, or has no readable
+                header (``discard`` removes it); or these pages alone are more than ``max_bytes``.
+        """
+        path = self._path(key)
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            try:
+                read_header(file)[0].check(pool.layout, self.model, len(pages))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+            _touch(file.fileno())
+            return False
+        content = packed(pool, pages, self.model)
+        if content.nbytes > self.max_bytes:
+            raise ValueError(f"an entry of {content.nbytes} bytes in a store of {self.max_bytes}; raise max_bytes")
+        with finished(self.folder, content) as temporary, self._locked():
+            if path.exists():  # another process was faster
+                return False
+            self._make_room(content.nbytes)
+            publish(temporary, path)
+        return True
+
+    def get(self, key: str, pool: PagePool, pages: Tensor | Sequence[int] | None = None) -> list[int] | None:
+        """Read an entry's pages into the pool: the page ids they have there, or None where the key is not there.
+
+        ``pages`` and errors as in :func:`load_pages`; an entry that is refused stays until :meth:`discard`.
+        """
+        try:
+            file = open(self._path(key), "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            return None
+        with file:
+            ids = read_into(file, self._path(key), pool, pages, self.model)
+            _touch(file.fileno())
+            return ids
+
+    def discard(self, key: str) -> bool:
+        """Remove an entry; whether there was one."""
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def keys(self) -> list[str]:
+        """All keys, the least recently used first."""
+        return [entry.path.name.removesuffix(SUFFIX) for entry in self._entries()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entry.nbytes for entry in self._entries())
+
+    def __contains__(self, key: str) -> bool:
+        return self._path(key).exists()
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def _path(self, key: str) -> Path:
+        if not KEY.fullmatch(key):
+            raise ValueError(f"key {key!r}: give 1 to 200 letters, digits, '_', '.' and '-', not beginning with '.'")
+        return self.folder / f"{key}{SUFFIX}"
+
+    def _entries(self) -> list[_Entry]:
+        """The entries, the least recently used first."""
+        found = []
+        for path in self.folder.glob(f"[!.]*{SUFFIX}"):
+            with suppress(FileNotFoundError):  # evicted by another process
+                status = path.stat()
+                found.append(_Entry(status.st_mtime_ns, status.st_size, path))
+        return sorted(found)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Remove what dead processes left, and the least recently used entries until ``nbytes`` more fit."""
+        begin, end = TEMPORARY
+        for path in self.folder.glob(f"{begin}*{end}"):
+            with suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        entries = self._entries()
+        total = sum(entry.nbytes for entry in entries)
+        for entry in entries:
+            if total + nbytes <= self.max_bytes:
+                break
+            entry.path.unlink(missing_ok=True)
+            total -= entry.nbytes
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One process at a time makes room and adds an entry, so that together they keep to ``max_bytes``."""
+        with open(self.folder / ".lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _touch(fd: int) -> None:
+    """Mark as used now. A file of another user keeps the time at which it was written."""
+    with suppress(PermissionError):
+        now = time.time_ns()
+        os.utime(fd, ns=(now, now))
