@@ -62,18 +62,13 @@ class PageStore:
                 header (``discard`` removes it); or these pages alone are more than ``max_bytes``.
         """
         path = self._path(key)
-        with suppress(FileNotFoundError), open(path, "rb") as file:
-            try:
-                read_header(file)[0].check(pool.layout, self.model, len(pages))
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-            _touch(file.fileno())
+        if self._present(path, pool, len(pages)):
             return False
         content = packed(pool, pages, self.model)
         if content.nbytes > self.max_bytes:
             raise ValueError(f"an entry of {content.nbytes} bytes in a store of {self.max_bytes}; raise max_bytes")
         with finished(self.folder, content) as temporary, self._locked():
-            if path.exists():  # another process was faster
+            if self._present(path, pool, len(pages)):  # another process was faster
                 return False
             self._make_room(content.nbytes)
             publish(temporary, path)
@@ -120,6 +115,20 @@ class PageStore:
         if not KEY.fullmatch(key):
             raise ValueError(f"key {key!r}: give 1 to 200 letters, digits, '_', '.' and '-', not beginning with '.'")
         return self.folder / f"{key}{SUFFIX}"
+
+    def _present(self, path: Path, pool: PagePool, num_pages: int) -> bool:
+        """Whether an entry is there, which then counts as used. Raises ValueError where it is not of this kind."""
+        try:
+            file = open(path, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            return False
+        with file:
+            try:
+                read_header(file)[0].check(pool.layout, self.model, num_pages)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+            _touch(file.fileno())
+            return True
 
     def _entries(self) -> list[_Entry]:
         """The entries, the least recently used first."""

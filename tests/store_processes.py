@@ -47,8 +47,9 @@ def fork(function: Callable[[], Any]) -> int:
 
 
 def killed(folder: str, rounds: int) -> dict[str, Any]:
-    """Writers write until they are killed. Returns the keys whose ``put`` had returned."""
+    """Writers write until they are killed: the keys whose ``put`` had returned, and how many died while writing."""
     done: list[str] = []
+    cut = 0
     for n in range(rounds):
         read, write = os.pipe()
 
@@ -69,7 +70,8 @@ def killed(folder: str, rounds: int) -> dict[str, Any]:
             said += more
         os.close(read)
         done += said.decode().split()
-    return {"done": done}
+        cut += any(name.startswith(".pm_ops-") for name in os.listdir(folder))  # the next one to open it removes it
+    return {"done": done, "cut": cut}
 
 
 def stopped(folder: str) -> dict[str, Any]:

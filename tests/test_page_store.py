@@ -130,6 +130,24 @@ def test_an_entry_evicted_while_it_is_read_is_read_to_the_end(tmp_path: Path, mo
     assert store.keys() == ["b"]
 
 
+def test_of_two_that_write_one_key_the_first_to_finish_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = packed_pool(LAYOUT, 6), packed_pool(LAYOUT, 6, seed=1)
+    store = PageStore(tmp_path, 1 << 20, model=MODEL)
+    fsync = os.fsync
+
+    def overtaken(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        assert PageStore(tmp_path, 1 << 20, model=MODEL).put("a", first, [3, 0])
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    assert not store.put("a", second, [3, 0])
+    got = PagePool(LAYOUT, 2)
+    store.get("a", got, [0, 1])
+    assert torch.equal(got.pages, first.gather([3, 0]))
+    assert store.nbytes == ENTRY and not temporaries(tmp_path)
+
+
 def test_entries_of_another_layout_model_or_number_are_refused_and_stay(tmp_path: Path) -> None:
     store, pool = PageStore(tmp_path, 1 << 20, model=MODEL), packed_pool(LAYOUT, 6)
     store.put("a", pool, [0, 1])
@@ -193,9 +211,10 @@ def test_a_file_taken_for_left_over_before_it_was_locked_is_begun_anew(
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_writer_loses_at_most_the_entry_in_flight(rounds: int, tmp_path: Path) -> None:
-    done = run("killed", tmp_path, rounds)["done"]
+    happened = run("killed", tmp_path, rounds)
+    done = happened["done"]
     assert len(done) >= rounds
-    assert temporaries(tmp_path), "no writer was killed while it wrote: this run proves nothing"
+    assert happened["cut"] > 0, "no writer was killed while it wrote: this run proves nothing"
     store = PageStore(tmp_path, 1 << 40, model=store_processes.MODEL)
     assert not temporaries(tmp_path)
     found = store.keys()
