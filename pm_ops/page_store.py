@@ -18,6 +18,8 @@ from .pool import PagePool
 
 SUFFIX = ".safetensors"
 KEY = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z_.-]{0,199}")
+SPARE = 16
+"""One part in this many of ``max_bytes`` is the most that is freed beyond what a new entry needs."""
 
 
 class _Entry(NamedTuple):
@@ -48,8 +50,8 @@ class PageStore:
         self.max_bytes = max_bytes
         self.model = model
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            self._make_room(0)
+        with self._locked() as lock:
+            _write_total(lock, self._evict(0))
 
     def put(self, key: str, pool: PagePool, pages: Tensor | Sequence[int]) -> bool:
         """Keep these pages under a key. False where the key is there already: the entry stays, and counts as used.
@@ -67,10 +69,13 @@ class PageStore:
         content = packed(pool, pages, self.model)
         if content.nbytes > self.max_bytes:
             raise ValueError(f"an entry of {content.nbytes} bytes in a store of {self.max_bytes}; raise max_bytes")
-        with finished(self.folder, content) as temporary, self._locked():
+        with finished(self.folder, content) as temporary, self._locked() as lock:
             if self._present(path, pool, len(pages)):  # another process was faster
                 return False
-            self._make_room(content.nbytes)
+            total = _read_total(lock)
+            if total + content.nbytes > self.max_bytes:
+                total = self._evict(content.nbytes)
+            _write_total(lock, total + content.nbytes)
             publish(temporary, path)
         return True
 
@@ -139,8 +144,12 @@ class PageStore:
                 found.append(_Entry(status.st_mtime_ns, status.st_size, path))
         return sorted(found)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Remove what dead processes left, and the least recently used entries until ``nbytes`` more fit."""
+    def _evict(self, nbytes: int) -> int:
+        """Remove what dead processes left, and the least recently used entries until ``nbytes`` more fit.
+
+        Small entries make more room, up to a :data:`SPARE` of it, so that a full store is not listed for each of them.
+        Returns the bytes of all entries that stay.
+        """
         begin, end = TEMPORARY
         for path in self.folder.glob(f"{begin}*{end}"):
             with suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
@@ -148,18 +157,34 @@ class PageStore:
                 path.unlink()
         entries = self._entries()
         total = sum(entry.nbytes for entry in entries)
+        if total + nbytes <= self.max_bytes:
+            return total
+        least = self.max_bytes - nbytes - self.max_bytes // SPARE
         for entry in entries:
-            if total + nbytes <= self.max_bytes:
+            if total + nbytes <= self.max_bytes and total - entry.nbytes < least:
                 break
             entry.path.unlink(missing_ok=True)
             total -= entry.nbytes
+        return total
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[int]:
         """One process at a time makes room and adds an entry, so that together they keep to ``max_bytes``."""
-        with open(self.folder / ".lock", "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield lock
+        finally:
+            os.close(lock)
+
+
+def _read_total(lock: int) -> int:
+    """The bytes of all entries, or more: what disappears without a put is noticed when the folder is listed."""
+    return int.from_bytes(os.pread(lock, 8, 0), "little")
+
+
+def _write_total(lock: int, total: int) -> None:
+    os.pwrite(lock, total.to_bytes(8, "little"), 0)
 
 
 def _touch(fd: int) -> None:

@@ -27,12 +27,13 @@ from pm_ops.testing import fill_random
 LAYOUT = pm_ops.page_major(4, 2, 64, 64, torch.float16)  # pages of 128 KiB
 MODEL = "processes"
 PAGES = [5, 1, 0, 4]
+RANDOM = torch.empty(6 * LAYOUT.page_bytes, dtype=torch.uint8)
+fill_random(RANDOM)
 
 
 def pool_of(seed: int) -> PagePool:
-    pool = PagePool(LAYOUT, 6)
-    fill_random(pool.buffer, seed)
-    return pool
+    """Six pages of random bytes, others for each seed; cheap, so that a writer spends its time writing."""
+    return PagePool(LAYOUT, 6, buffer=RANDOM.roll(seed))
 
 
 def fork(function: Callable[[], Any]) -> int:

@@ -86,6 +86,24 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     assert store.keys() == ["c", "e"] and store.nbytes <= store.max_bytes
 
 
+def test_a_folder_is_listed_only_when_it_seems_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full store of 64 entries makes room for four at once. What was discarded is noticed before more is evicted."""
+    pool = packed_pool(LAYOUT, 6)
+    store = PageStore(tmp_path, 64 * ENTRY, model=MODEL)
+    listed, entries = [], store._entries
+    monkeypatch.setattr(store, "_entries", lambda: listed.append(len(os.listdir(tmp_path))) or entries())
+    for n in range(64):
+        store.put(f"{n}", pool, [0, 1])
+    assert not listed and len(entries()) == 64
+    for n in range(64, 69):
+        store.put(f"{n}", pool, [0, 1])
+    assert len(listed) == 1 and [entry.path.stem for entry in entries()] == [f"{n}" for n in range(5, 69)]
+    for n in range(5, 10):
+        store.discard(f"{n}")
+    store.put("more", pool, [0, 1])
+    assert len(listed) == 2 and len(entries()) == 60
+
+
 def test_a_store_that_is_opened_smaller_keeps_to_it(tmp_path: Path) -> None:
     store = PageStore(tmp_path, 3 * ENTRY, model=MODEL)
     for key in "abc":
