@@ -8,6 +8,8 @@ custom operators over it; :mod:`pm_ops.compile_passes` rewrites layer-major mode
 
 from . import ops
 from .allocator import PageAllocator
+from .descriptors import count_layer_major, page_descriptors, page_regions, pair_descriptors
+from .disk import load_pages, save_pages
 from .formats import page_major, token_major, vllm
 from .functional import (
     attention,
@@ -17,23 +19,33 @@ from .functional import (
     rope_store_kv,
     store_kv,
 )
+from .header import PageHeader
 from .layout import PageLayout, Plane
+from .page_store import PageStore
 from .pool import PagePool
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PageAllocator",
+    "PageHeader",
     "PageLayout",
     "PagePool",
+    "PageStore",
     "Plane",
     "attention",
     "attention_impl",
+    "count_layer_major",
     "load_kv",
+    "load_pages",
     "merge_attention",
     "ops",
+    "page_descriptors",
     "page_major",
+    "page_regions",
+    "pair_descriptors",
     "rope_store_kv",
+    "save_pages",
     "store_kv",
     "token_major",
     "vllm",

@@ -154,9 +154,14 @@ class PageLayout:
     @cached_property
     def page_runs(self) -> tuple[PageRun, ...]:
         """The byte runs of one page that hold data, adjacent runs merged, ascending; what is between is padding."""
-        states = (run for p in self.planes if p.token_stride is None for run in p.slot_runs)
-        runs = list(_merged(states))
-        for run in self.slot_runs:
+        return self.layer_runs(self.layers)
+
+    def layer_runs(self, layers: Iterable[int]) -> tuple[PageRun, ...]:
+        """The byte runs of one page that hold the data of these layers, adjacent runs merged, ascending."""
+        wanted = set(layers)
+        planes = [p for p in self.planes if p.layer in wanted]
+        runs = list(_merged(run for p in planes if p.token_stride is None for run in p.slot_runs))
+        for run in _merged(run for p in planes if p.token_stride is not None for run in p.slot_runs):
             if run.nbytes == run.token_stride:  # tokens back to back
                 runs.append(SlotRun(run.offset, 0, self.page_size * run.nbytes))
             else:

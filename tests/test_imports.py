@@ -45,7 +45,7 @@ def test_importing_pm_ops_loads_neither_wing_nor_engine_nor_compiler() -> None:
     code = """
 import sys, pm_ops
 heavy = ("pm_ops.adapters", "pm_ops.compile_passes", "pm_ops.kernels", "triton", "transformers", "vllm", "sglang",
-         "torch._dynamo", "torch._inductor")
+         "safetensors", "torch._dynamo", "torch._inductor")
 print([name for name in heavy if name in sys.modules])
 """
     assert fresh(code) == "[]"

@@ -21,7 +21,7 @@ def block(name: str) -> str:
 
 
 def test_every_python_block_is_run_here() -> None:
-    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 3
+    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 4
 
 
 class Layer(torch.nn.Module):
@@ -87,6 +87,23 @@ def test_by_hand() -> None:
     expected = sdpa(query[None], key[None], value[None], is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     torch.testing.assert_close(names["out"], expected)
     assert torch.equal(pm_ops.load_kv(names["pool"], 0, names["slots"]), names["key"])
+
+
+def test_pages_in_files_and_on_the_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block's pages come back as they were, its descriptors name them, and its header describes them."""
+    monkeypatch.chdir(tmp_path)
+    pool = pm_ops.PagePool(pm_ops.page_major(2, 2, 64, 16, torch.bfloat16), num_pages=8)
+    pool.buffer.random_()
+    before = pool.gather([3, 0])
+    pool.allocator.alloc(4)  # pages 0 to 3 are in use
+    names: dict[str, Any] = {"pm_ops": pm_ops, "pool": pool}
+    exec(block("pages"), names)
+    assert names["pages"] == [4, 5] and torch.equal(pool.gather([4, 5]), before)
+    address = pool.buffer.data_ptr() + 4 * pool.layout.page_bytes
+    assert names["runs"] == [(address, 2 * pool.layout.page_bytes)]
+    header = pm_ops.PageHeader.from_bytes(names["header"])
+    header.check(pool.layout, "SmolLM2-135M", 2)
+    header.verify(before)
 
 
 @torch.no_grad()

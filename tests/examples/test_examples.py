@@ -179,6 +179,13 @@ def test_sixteen_lines_of_kv_cache_run_on_pages() -> None:
     assert "6 caches equal" in out and "hold 0 bytes" in out
 
 
+def test_pages_on_disk_outlive_the_process(tmp_path: Path) -> None:
+    first, second = (run("pages_to_disk.py", "--folder", str(tmp_path / "pages")) for _ in range(2))
+    assert [line.split(" pages")[0] for line in first.splitlines()[:2]] == ["103 tokens: 0 of 6", "104 tokens: 6 of 6"]
+    assert [line.split(" pages")[0] for line in second.splitlines()[:2]] == ["103 tokens: 6 of 6", "104 tokens: 6 of 6"]
+    assert second.splitlines()[2].startswith("6 entries, ")
+
+
 def test_a_missing_wheel_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     smollm2 = load_example("_smollm2", monkeypatch)
     monkeypatch.setattr(smollm2, "WHEEL", "a_package_that_is_not_installed")
