@@ -19,6 +19,7 @@ from .functional import (
 )
 from .layout import PageLayout, Plane
 from .pool import PagePool
+from .repack import RepackPlan
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "PageLayout",
     "PagePool",
     "Plane",
+    "RepackPlan",
     "attention",
     "attention_impl",
     "load_kv",
