@@ -5,7 +5,6 @@ Pure arithmetic but for :meth:`RepackPlan.run`, which calls the operator ``repac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,14 +80,15 @@ class RepackPlan:
         if not pairs or missing or len(set(targets)) != len(targets):
             wrong = ", ".join(missing) + " does not exist" if missing else "it is empty, or names a target layer twice"
             raise ValueError(
-                f"layers={dict(pairs)} is {{source layer: target layer}}, of {_listed(ours)} and {_listed(theirs)}: {wrong}"
+                f"layers={dict(pairs)} is {{source layer: target layer}}, of {_listed(ours)} and {_listed(theirs)}: "
+                f"{wrong}"
             )
         return pairs
 
     @cached_property
     def runs(self) -> tuple[RepackRun, ...]:
-        """Every run of bytes, rows merged where they are contiguous in both pages; well aligned ones come first."""
-        return tuple(sorted(sum(self._runs, []), key=lambda run: (-math.gcd(*run, 16), run.target_offset)))
+        """Every run of bytes, rows merged where they are contiguous in both pages, in the target page's order."""
+        return tuple(sorted((*self._runs[0], *self._runs[1]), key=lambda run: run.target_offset))
 
     @cached_property
     def _runs(self) -> tuple[list[RepackRun], list[RepackRun]]:
@@ -162,15 +162,18 @@ class RepackPlan:
 
     def __str__(self) -> str:
         sides = [f"{side.name} ({counted(side.page_size, 'token')} a page)" for side in (self.source, self.target)]
-        sizes = sorted({run.nbytes for run in self._runs[0]})
-        lengths = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{(sizes or [0])[0]}"
-        moved = [f"{counted(len(self.layer_pairs), 'layer')}"]
+        moved = [counted(len(self.layer_pairs), "layer")]
         if self.layers is not None:
-            moved[0] += " " + _listed([a for a, _ in self.layer_pairs]) + " as " + _listed([b for _, b in self.layer_pairs])
+            ours, theirs = zip(*self.layer_pairs, strict=True)
+            moved[0] += f" {_listed(ours)} as {_listed(theirs)}"
         if self.heads is not None:
-            a, b, count = self.heads
-            moved.append(f"{counted(count, 'head')} from {a} on as {b} on")
-        moved.append(f"{self.bytes_per_token} B a token in {counted(self.fragments_per_token, 'fragment')} of {lengths} B")
+            first, at, count = self.heads
+            moved.append(f"{counted(count, 'head')} from {first} on as {at} on")
+        lengths = sorted({run.nbytes for run in self._runs[0]})
+        if lengths:
+            of = " to ".join(map(str, sorted({lengths[0], lengths[-1]})))
+            pieces = counted(self.fragments_per_token, "fragment")
+            moved.append(f"{self.bytes_per_token} B a token in {pieces} of {of} B")
         if self.bytes_per_page:
             moved.append(f"{self.bytes_per_page} B of states a page")
         return f"{sides[0]} -> {sides[1]}: {', '.join(moved)}"

@@ -21,7 +21,7 @@ def block(name: str) -> str:
 
 
 def test_every_python_block_is_run_here() -> None:
-    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 3
+    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 4
 
 
 class Layer(torch.nn.Module):
@@ -87,6 +87,23 @@ def test_by_hand() -> None:
     expected = sdpa(query[None], key[None], value[None], is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     torch.testing.assert_close(names["out"], expected)
     assert torch.equal(pm_ops.load_kv(names["pool"], 0, names["slots"]), names["key"])
+
+
+def test_between_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """70 tokens of heads 4 to 7, and the plan says of itself what the comment beside it says."""
+    names: dict[str, Any] = {"pm_ops": pm_ops, "torch": torch}
+    code = block("repack")
+    fill, move = code.rsplit("\n", 2)[:2]
+    exec(fill, names)
+    names["sglang"].buffer.random_(0, 256)
+    exec(move, names)
+    (said,) = re.findall(r"print\(plan\)  # …: (.*)", code)
+    assert capsys.readouterr().out.strip().endswith(said)
+    for layer, kind in ((0, "key"), (1, "value")):
+        ours = names["sglang"].view(layer, kind)[[7, 2, 9, 31, 4]].flatten(0, 1)[:70, 4:]
+        theirs = names["vllm"].view(layer, kind)[[5, 0]].flatten(0, 1)
+        assert torch.equal(theirs[:70].view(torch.int16), ours.view(torch.int16))
+        assert not theirs[70:].any()
 
 
 @torch.no_grad()

@@ -27,6 +27,14 @@ from ._common import (
 from .pages import require_region
 
 
+def _require_enough(name: str, count: int, page_size: int, tokens: int) -> None:
+    require(page_size >= 1, lambda: f"page size {page_size} must be at least 1")
+    require(
+        count * page_size >= tokens,
+        lambda: f"{name} names {count} pages of {page_size} tokens, too few for {tokens} tokens",
+    )
+
+
 @dataclass(slots=True)
 class RepackPages:
     """Arguments of ``pm_ops::repack_pages``. What has a page < 0 on either side is skipped.
@@ -64,13 +72,7 @@ class RepackPages:
             ("src_pages", self.src_pages, self.src_page_size),
             ("dst_pages", self.dst_pages, self.dst_page_size),
         ):
-            require(size >= 1, lambda size=size: f"page size {size} must be at least 1")
-            require(
-                pages.shape[0] * size >= self.tokens,
-                lambda name=name, pages=pages, size=size: (
-                    f"{name} names {pages.shape[0]} pages of {size} tokens, too few for {self.tokens} tokens"
-                ),
-            )
+            _require_enough(name, pages.shape[0], size, self.tokens)
 
     def check_values(self) -> None:
         source, source_stride, target, target_stride, nbytes = self.runs.unbind(1)

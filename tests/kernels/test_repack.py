@@ -95,9 +95,10 @@ def test_long_rows_and_long_pieces(device, a, b, ours, theirs):
 @on_each_device
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_pages_below_0_and_past_the_end_move_nothing(device, index, monkeypatch):
-    """Two chunks a program: one that is skipped does not end it."""
+    """Programs of many runs each, the last one of fewer; and of 16 tokens, so that pages end within a tile."""
     monkeypatch.setattr(repack_module, "_PROGRAMS", 1)
-    monkeypatch.setattr(repack_module, "_CHUNKS", 2)
+    monkeypatch.setattr(repack_module, "_RUNS", 7)
+    monkeypatch.setattr(repack_module, "_ELEMENTS", 64)
     source, target = side("page_major", UNIFORM, 8, 75, 1, device), side("BLNHC", UNIFORM, 16, 75, 2, device)
     source.pages[1], target.pages[2] = -1, -7
     launch(source, target, 75, index)

@@ -39,7 +39,9 @@ def test_every_pair_of_page_sizes_moves_whole_and_partly_filled_pages(ours, thei
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_there_and_back_is_the_sequence_as_it_was(a, b):
     for model, (ours, theirs) in itertools.product(models_of(a, b), ((16, 48), (64, 1))):
-        source, target, back = (side(n, model, ps, 70, i) for i, (n, ps) in enumerate(((a, ours), (b, theirs), (a, ours))))
+        source, target, back = (
+            side(n, model, ps, 70, i) for i, (n, ps) in enumerate(((a, ours), (b, theirs), (a, ours)))
+        )
         check(source, target, 70)
         check(target, back, 70)
         for la, kind, t, h in itertools.product(range(len(model)), ("key", "value"), range(70), range(1)):
@@ -51,7 +53,7 @@ def test_there_and_back_is_the_sequence_as_it_was(a, b):
 @pytest.mark.parametrize(("a", "b"), [("page_major", "BLHNC"), ("BHLNC", "token_major"), ("page_major", "page_major")])
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.permutations((1, 2, 4, 8), 2)))
 def test_heads_are_split_and_merged_between_any_two_degrees_of_tensor_parallelism(a, b, ours, theirs):
-    """8 heads over ``ours`` ranks, resharded to ``theirs``: each target rank gets its heads from those that have them."""
+    """8 heads over ``ours`` ranks, resharded to ``theirs``: each target rank gets its heads where they are."""
     model, tokens = heads_of(UNIFORM, 8), 21
     sources = [side(a, heads_of(model, 8 // ours), 4, tokens, r) for r in range(ours)]
     targets = [side(b, heads_of(model, 8 // theirs), 8, tokens, 20 + r) for r in range(theirs)]
