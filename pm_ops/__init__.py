@@ -23,6 +23,7 @@ from .header import PageHeader
 from .layout import PageLayout, Plane
 from .page_store import PageStore
 from .pool import PagePool
+from .repack import RepackPlan
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "PagePool",
     "PageStore",
     "Plane",
+    "RepackPlan",
     "attention",
     "attention_impl",
     "count_layer_major",

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .formats import page_major, token_major, vllm
-from .layout import counted
+from .layout import PageLayout, Plane, counted
 from .ops._common import ROW_DTYPES
 from .pool import PagePool
+from .repack import RepackPlan
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of ``torch.ops.pm_ops.<name>``."""
@@ -100,6 +101,7 @@ def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
         "gather_pages": _page_samples,
         "scatter_pages": _page_samples,
         "copy_slots": _slot_samples,
+        "repack_pages": _repack_samples,
     }[op]
     for pool in (*sample_pools(device), *scaled_pools(device)):
         yield from make(op, pool)
@@ -220,6 +222,27 @@ def _slot_samples(op: str, pool: PagePool) -> Iterator[Sample]:
     for count, index in _counts():
         slots = _ids(count, pool.num_slots, index, pool.device)
         yield (pool.buffer, slots, slots.flip(0).roll(1), pool.slot_runs, pool.page_size, pool.region), {}
+
+
+def _repack_samples(op: str, pool: PagePool) -> Iterator[Sample]:
+    """To entries of a whole token, in pages of another size: every head, and head 1 alone."""
+    ours, size = pool.layout, pool.page_size + 1
+    for heads in (None, (1, 0, 1)):
+        planes, entry = [], 0
+        for p in sorted(ours.planes, key=lambda p: (p.kind, p.layer)):
+            count = p.shape[0] if heads is None else 1
+            planes.append((p, entry, count))
+            entry += count * p.row_bytes + -(count * p.row_bytes) % 4
+        theirs = [
+            Plane(p.layer, p.kind, at, entry, p.row_bytes, (count, *p.shape[1:]), p.dtype) for p, at, count in planes
+        ]
+        target = PagePool(PageLayout(size, size * entry, tuple(theirs)), 4, pool.device)
+        plan = RepackPlan(ours, target.layout, heads=heads)
+        table, sizes = plan.table(pool.device), (pool.page_size, size)
+        for count, index in ((0, torch.int32), (1, torch.int64), (3, torch.int32)):
+            lists = (_ids(count, 5, index, pool.device), _ids(count, 4, index, pool.device))
+            tokens = max(count * pool.page_size - 1, 0)
+            yield (pool.buffer, target.buffer, *lists, table, tokens, *sizes, pool.region, target.region), {}
 
 
 def _merge_samples(device: str) -> Iterator[Sample]:

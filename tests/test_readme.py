@@ -106,6 +106,23 @@ def test_pages_in_files_and_on_the_wire(tmp_path: Path, monkeypatch: pytest.Monk
     header.verify(before)
 
 
+def test_between_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """70 tokens of heads 4 to 7, and the plan says of itself what the comment beside it says."""
+    names: dict[str, Any] = {"pm_ops": pm_ops, "torch": torch}
+    code = block("repack")
+    fill, move = code.rsplit("\n", 2)[:2]
+    exec(fill, names)
+    names["sglang"].buffer.random_(0, 256)
+    exec(move, names)
+    (said,) = re.findall(r"print\(plan\)  # …: (.*)", code)
+    assert capsys.readouterr().out.strip().endswith(said)
+    for layer, kind in ((0, "key"), (1, "value")):
+        ours = names["sglang"].view(layer, kind)[[7, 2, 9, 31, 4]].flatten(0, 1)[:70, 4:]
+        theirs = names["vllm"].view(layer, kind)[[5, 0]].flatten(0, 1)
+        assert torch.equal(theirs[:70].view(torch.int16), ours.view(torch.int16))
+        assert not theirs[70:].any()
+
+
 @torch.no_grad()
 def test_with_transformers() -> None:
     """generate over a PageMajorCache gives the tokens of the stock cache, for a ragged batch."""

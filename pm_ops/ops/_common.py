@@ -138,9 +138,9 @@ def require_no_grad(op: str, **tensors: Tensor | None) -> None:
             )
 
 
-def require_buffer(buffer: Tensor) -> None:
+def require_buffer(buffer: Tensor, name: str = "buffer") -> None:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(f"buffer must be a 1-D contiguous uint8 tensor, got {describe(buffer)}; pass PagePool.buffer")
+        raise ValueError(f"{name} must be a 1-D contiguous uint8 tensor, got {describe(buffer)}; pass PagePool.buffer")
 
 
 def require_indices(name: str, index: Tensor, device: torch.device, dim: int = 1) -> None:

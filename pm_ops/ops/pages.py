@@ -25,10 +25,11 @@ from ._common import (
 )
 
 
-def _require_region(buffer: Tensor, region: Sequence[int]) -> None:
-    require_buffer(buffer)
+def require_region(buffer: Tensor, region: Sequence[int], buffer_name: str = "buffer", name: str = "region") -> None:
+    """The buffer is one, and the pages of ``[base, page_stride, page_bytes, num_pages]`` lie in it, apart."""
+    require_buffer(buffer, buffer_name)
     if len(region) != 4:
-        raise ValueError(f"region must be [base, page_stride, page_bytes, num_pages], got {list(region)}")
+        raise ValueError(f"{name} must be [base, page_stride, page_bytes, num_pages], got {list(region)}")
     base, page_stride, page_bytes, num_pages = region
     nbytes = buffer.shape[0]
     end = base + (num_pages - 1) * page_stride + page_bytes
@@ -36,7 +37,7 @@ def _require_region(buffer: Tensor, region: Sequence[int]) -> None:
         require(
             holds,
             lambda: (
-                f"region {list(region)} does not lie in a buffer of {nbytes} bytes: [base, page_stride, page_bytes, "
+                f"{name} {list(region)} does not lie in a buffer of {nbytes} bytes: [base, page_stride, page_bytes, "
                 f"num_pages] must not be negative, pages must not overlap, and the last one ends at byte {end}"
             ),
         )
@@ -64,7 +65,7 @@ class CopyPages:
     region: Sequence[int]
 
     def check(self) -> None:
-        _require_region(self.buffer, self.region)
+        require_region(self.buffer, self.region)
         _require_pairs(self.src, self.dst, self.buffer.device)
 
     def check_values(self) -> None:
@@ -98,7 +99,7 @@ class _NamedPages:
     region: Sequence[int]
 
     def check(self) -> None:
-        _require_region(self.buffer, self.region)
+        require_region(self.buffer, self.region)
         require_indices("pages", self.pages, self.buffer.device)
 
     def check_values(self) -> None:
@@ -159,7 +160,7 @@ class ScatterPages:
     region: Sequence[int]
 
     def check(self) -> None:
-        _require_region(self.buffer, self.region)
+        require_region(self.buffer, self.region)
         require_indices("pages", self.pages, self.buffer.device)
         rows = self.rows
         if rows.dtype != torch.uint8 or rows.dim() != 2:
@@ -208,7 +209,7 @@ class CopySlots:
     region: Sequence[int]
 
     def check(self) -> None:
-        _require_region(self.buffer, self.region)
+        require_region(self.buffer, self.region)
         _require_pairs(self.src, self.dst, self.buffer.device)
         if self.runs.dtype != torch.int64 or self.runs.dim() != 2 or self.runs.shape[1] != 3:
             raise ValueError(f"runs must be int64 [R, 3] (PagePool.slot_runs), got {describe(self.runs)}")

@@ -186,6 +186,17 @@ def test_pages_on_disk_outlive_the_process(tmp_path: Path) -> None:
     assert second.splitlines()[2].startswith("6 entries, ")
 
 
+def test_pages_cross_from_one_engine_to_another() -> None:
+    """The example itself compares every byte of K and V in vLLM's order with what was written in SGLang's."""
+    out = run("cross_engine_repack.py")
+    assert (
+        "page_major (16 tokens a page) -> vllm BLNHC (64 tokens a page): 4 layers, 4096 B a token in 64 fragments"
+        in out
+    )
+    assert "4 heads from 4 on as 0 on, 2048 B a token in 32 fragments of 64 B" in out
+    assert "150 tokens: 10 pages of 16 became 3 of 64, bit for bit" in out
+
+
 def test_a_missing_wheel_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     smollm2 = load_example("_smollm2", monkeypatch)
     monkeypatch.setattr(smollm2, "WHEEL", "a_package_that_is_not_installed")

@@ -28,7 +28,7 @@ def test_every_kernel_compiles_for_sm_90():
     assert {line.split()[0] for line in python("compile")} == {
         "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_merge_splits",
         "_merge_attention", "_zero_padding", "_gather_pages", "_scatter_pages", "_compare", "_copy_pages",
-        "_copy_slots",
+        "_copy_slots", "_repack_pages",
     }  # fmt: skip
 
 
@@ -77,10 +77,12 @@ def launch_every_kernel() -> None:
     from pm_ops.kernels.merge import merge_attention
     from pm_ops.kernels.padding import zero_padding
     from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, zero_pages
+    from pm_ops.kernels.repack import repack_pages
     from pm_ops.kernels.rope import rope_store_kv
     from pm_ops.kernels.store import load_kv, store_kv
     from pm_ops.ops.merge import MergeAttention
     from pm_ops.ops.pages import CopyPages, CopySlots, GatherPages, ZeroPages
+    from pm_ops.ops.repack import RepackPages
     from pm_ops.ops.store import LoadKV, StoreKV
 
     f32, f16, bf16, e4m3, e5m2 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -128,6 +130,9 @@ def launch_every_kernel() -> None:
     zero_pages(ZeroPages(pool.buffer, slots[:2].int(), pool.region))
     copy_pages(CopyPages(pool.buffer, slots[:2], slots[:2].flip(0), pool.region))
     copy_slots(CopySlots(pool.buffer, slots, slots, torch.tensor([[0, 40, 40]]), 4, pool.region))
+    other = pages("token_major", 4, 6, 1, kinds)
+    regions = (pool.region, other.region)
+    repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, torch.zeros(3, 5).long(), 15, 4, 4, *regions))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:

@@ -9,10 +9,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pm_ops.ops import attention, merge, pages, rope, store
+from pm_ops.ops import attention, merge, pages, repack, rope, store
 from pm_ops.testing import sample_inputs
 
-MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots"]
+MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots", "repack_pages"]
 READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
 RETURNING = [*READING, "rope_store_kv"]
 
@@ -46,7 +46,8 @@ def test_every_operator_of_the_namespace_is_tested_here():
 def test_only_the_buffer_is_declared_mutated_and_nothing_returned_aliases(name):
     schema = op_of(name)._schema
     mutated = [a.name for a in schema.arguments if a.alias_info is not None]
-    assert mutated == (["buffer"] if name in MUTATING else [])
+    written = "target" if name == "repack_pages" else "buffer"
+    assert mutated == ([written] if name in MUTATING else [])
     assert all(r.alias_info is None for r in schema.returns)
     assert bool(schema.returns) == (name in RETURNING)
 
@@ -117,7 +118,7 @@ def test_an_input_that_needs_a_gradient_is_refused(name, argument, fake):
 def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
     """The dispatcher drops arguments that equal the schema's default, so that a drift would be silent."""
     modules = {"store_kv": store, "load_kv": store, "rope_store_kv": rope, "attention": attention}
-    module = {**modules, "merge_attention": merge}.get(name, pages)
+    module = {**modules, "merge_attention": merge, "repack_pages": repack}.get(name, pages)
     cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
     fields = dataclasses.fields(cls)
     arguments = op_of(name)._schema.arguments

@@ -1,0 +1,100 @@
+"""repack_pages: every run of every token from one page to another, in one launch.
+
+A program moves a block of tokens, run after run: where each token's pages begin is worked out once, and a run is five
+numbers. A row of its tile is one token, so that neither page sizes nor the pages' order matter. All of a tile is loaded
+before any of it is stored. Words are 16 bytes (two int64 a thread, which the compiler joins) where the run's offsets,
+strides and length allow it, which is found out from the table, on the device; else 4, or 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from .common import on_device
+
+if TYPE_CHECKING:
+    from ..ops.repack import RepackPages
+
+_ELEMENTS, _WARPS = 1024, 8  # of a tile, 8 bytes each: two words of 16 bytes a thread
+_LEAST, _MOST = 4, 64  # elements of a tile's row
+_PROGRAMS, _RUNS = 8192, 16  # programs that are enough for any GPU, and most runs that one of them moves
+
+
+@triton.jit
+def _move(
+    source, target, at, to, exists, nbytes, UNIT: tl.constexpr, WORD: tl.constexpr, EACH: tl.constexpr,
+    COLUMNS: tl.constexpr
+):  # fmt: skip
+    """`nbytes` bytes of every row that exists, in units of UNIT bytes, each EACH words."""
+    # `// UNIT * EACH` shows the compiler that rows begin, and end, at a whole unit
+    source = source.to(tl.pointer_type(WORD)) + (at // UNIT * EACH)[:, None]
+    target = target.to(tl.pointer_type(WORD)) + (to // UNIT * EACH)[:, None]
+    words = nbytes // UNIT * EACH
+    for first in tl.range(0, words, COLUMNS):
+        word = (first + tl.arange(0, COLUMNS))[None, :]
+        mask = exists[:, None] & (word < words)
+        tl.store(target + word, tl.load(source + word, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "num_runs", "runs_each"])
+def _repack_pages(
+    source, target, src_pages, dst_pages, runs, tokens: tl.int64, blocks, num_runs, runs_each, src_base: tl.int64,
+    src_page_stride: tl.int64, src_num_pages: tl.int64, dst_base: tl.int64, dst_page_stride: tl.int64,
+    dst_num_pages: tl.int64, LOW_BITS: tl.constexpr, SRC_SIZE: tl.constexpr, DST_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """LOW_BITS: those in which pages begin. SRC_SIZE, DST_SIZE: tokens of a page."""
+    token = (tl.program_id(0) // blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    source_page = tl.load(src_pages + token // SRC_SIZE, mask=token < tokens, other=-1).to(tl.int64)
+    target_page = tl.load(dst_pages + token // DST_SIZE, mask=token < tokens, other=-1).to(tl.int64)
+    exists = (source_page >= 0) & (source_page < src_num_pages) & (target_page >= 0) & (target_page < dst_num_pages)
+    source_page = src_base + source_page * src_page_stride
+    target_page = dst_base + target_page * dst_page_stride
+    source_slot = (token % SRC_SIZE).to(tl.int32)
+    target_slot = (token % DST_SIZE).to(tl.int32)
+    first = (tl.program_id(0) % blocks) * runs_each
+    for r in tl.range(first, tl.minimum(first + runs_each, num_runs)):
+        source_offset = tl.load(runs + r * 5)
+        source_stride = tl.load(runs + r * 5 + 1)
+        target_offset = tl.load(runs + r * 5 + 2)
+        target_stride = tl.load(runs + r * 5 + 3)
+        nbytes = tl.load(runs + r * 5 + 4)
+        at = source_page + (source_offset + source_slot * source_stride)
+        to = target_page + (target_offset + target_slot * target_stride)
+        of_page = (source_stride == 0) & (target_stride == 0)  # and so moves with the page's first token
+        moved = exists & ((source_slot == 0) | (of_page == 0))
+        low = source_offset | source_stride | target_offset | target_stride | nbytes | LOW_BITS
+        if low % 16 == 0:
+            _move(source, target, at, to, moved, nbytes, 16, tl.int64, 2, COLUMNS)
+        elif low % 4 == 0:
+            _move(source, target, at, to, moved, nbytes, 4, tl.int32, 1, COLUMNS // 2)
+        else:
+            _move(source, target, at, to, moved, nbytes, 1, tl.int8, 1, COLUMNS // 2)
+
+
+def repack_pages(a: RepackPages) -> None:
+    """`pm_ops::repack_pages`. A page that does not exist, on either side, skips its tokens."""
+    a.check_apart()
+    num_runs = a.runs.shape[0]
+    if a.tokens == 0 or num_runs == 0:
+        return
+    src_base, src_stride, src_bytes, src_pages = a.src_region
+    dst_base, dst_stride, dst_bytes, dst_pages = a.dst_region
+    # The runs' lengths are on the device; this is what they are on average where all of a page moves.
+    nbytes = min(src_bytes // a.src_page_size, dst_bytes // a.dst_page_size) // num_runs
+    columns = min(max(triton.next_power_of_2(nbytes // 8), _LEAST), _MOST)
+    rows = _ELEMENTS // columns
+    parts = triton.cdiv(a.tokens, rows)
+    runs_each = min(max(parts * num_runs // _PROGRAMS, 1), _RUNS)
+    blocks = triton.cdiv(num_runs, runs_each)
+    low = a.source.data_ptr() | a.target.data_ptr() | src_base | dst_base | src_stride | dst_stride
+    with on_device(a.target):
+        _repack_pages[(parts * blocks,)](
+            a.source, a.target, a.src_pages.contiguous(), a.dst_pages.contiguous(), a.runs.contiguous(), a.tokens,
+            blocks, num_runs, runs_each, src_base, src_stride, src_pages, dst_base, dst_stride, dst_pages,
+            LOW_BITS=low % 16, SRC_SIZE=a.src_page_size, DST_SIZE=a.dst_page_size, TOKENS=rows, COLUMNS=columns,
+            num_warps=_WARPS,
+        )  # fmt: skip

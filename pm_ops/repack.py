@@ -1,0 +1,258 @@
+"""A plan to move pages between two layouts of the same content: other order, page size, heads or layers.
+
+Pure arithmetic but for :meth:`RepackPlan.run`, which calls the operator ``repack_pages``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import PageLayout, Plane, counted, dtype_name
+from .pool import PagePool
+
+
+class RepackRun(NamedTuple):
+    """``nbytes`` that are contiguous in both pages.
+
+    Those of the token in slot ``s`` of a source page and slot ``t`` of a target page go from ``source_offset + s *
+    source_stride`` to ``target_offset + t * target_stride``. A state's run belongs to the page; its strides are 0, as
+    are those of pages of one token.
+    """
+
+    source_offset: int
+    source_stride: int
+    target_offset: int
+    target_stride: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RepackPlan:
+    """How to write pages of ``source`` as pages of ``target``: which bytes go where, bit for bit.
+
+    Layers, kinds, dims and dtypes are the same on both sides; order, strides, padding and page size may differ. Scale
+    planes go along like any other; state planes only between pages of equal size.
+
+    Args:
+        source, target: the layouts.
+        layers: ``{source layer: target layer}``, a pipeline stage's share, say: ``{l: l - 16 for l in range(16, 32)}``.
+            Other layers are neither read nor written. Default: every layer as it is, and both have the same.
+        heads: ``(first source head, first target head, count)``, for tensor parallelism: rank ``r`` of ``n`` gets
+            ``(r * H // n, 0, H // n)`` of ``H`` heads, and gives ``(0, r * H // n, H // n)`` to a merge. Other heads
+            are neither read nor written. Default: every head, and both have as many. Where layers have different
+            numbers of heads, give each group of layers a plan.
+
+    Raises:
+        ValueError: the layouts do not hold the same content; the message names the first plane that differs.
+    """
+
+    source: PageLayout
+    target: PageLayout
+    layers: Mapping[int, int] | None = None
+    heads: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.heads is not None and (len(self.heads) != 3 or min(self.heads[:2]) < 0 or self.heads[2] < 1):
+            raise ValueError(f"heads={self.heads}: give (first source head, first target head, count), count >= 1")
+        _ = self.runs  # refuses what does not fit
+
+    @cached_property
+    def layer_pairs(self) -> tuple[tuple[int, int], ...]:
+        """``(source layer, target layer)`` of every layer that moves."""
+        ours, theirs = self.source.layers, self.target.layers
+        if self.layers is None:
+            if ours != theirs:
+                raise ValueError(
+                    f"the source has layers {_listed(ours)}, the target {_listed(theirs)}; pass "
+                    "layers={source layer: target layer} to move some of them"
+                )
+            return tuple((layer, layer) for layer in ours)
+        pairs = tuple(self.layers.items())
+        targets = [b for _, b in pairs]
+        missing = [f"source layer {a}" for a, _ in pairs if a not in ours]
+        missing += [f"target layer {b}" for b in targets if b not in theirs]
+        if not pairs or missing or len(set(targets)) != len(targets):
+            wrong = ", ".join(missing) + " does not exist" if missing else "it is empty, or names a target layer twice"
+            raise ValueError(
+                f"layers={dict(pairs)} is {{source layer: target layer}}, of {_listed(ours)} and {_listed(theirs)}: "
+                f"{wrong}"
+            )
+        return pairs
+
+    @cached_property
+    def runs(self) -> tuple[RepackRun, ...]:
+        """Every run of bytes, rows merged where they are contiguous in both pages, in the target page's order."""
+        return tuple(sorted((*self._runs[0], *self._runs[1]), key=lambda run: run.target_offset))
+
+    @cached_property
+    def _runs(self) -> tuple[list[RepackRun], list[RepackRun]]:
+        """The runs of tokens, and those of states."""
+        rows: tuple[list[RepackRun], list[RepackRun]] = ([], [])
+        for ours, theirs in self.layer_pairs:
+            kinds, wanted = self.source.kinds(ours), self.target.kinds(theirs)
+            if set(kinds) != set(wanted):
+                raise ValueError(
+                    f"layer {ours} of the source has {', '.join(kinds)}, layer {theirs} of the target "
+                    f"{', '.join(wanted)}; both must hold the same kinds"
+                )
+            for kind in kinds:
+                plane = self.source.plane(ours, kind)
+                rows[plane.token_stride is None].extend(self._rows(plane, self.target.plane(theirs, kind)))
+        return _merged(rows[0]), _merged(rows[1])
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes that are read, and written, for each token; states not counted."""
+        return sum(run.nbytes for run in self._runs[0])
+
+    @cached_property
+    def bytes_per_page(self) -> int:
+        """Bytes of states that are read, and written, for each page."""
+        return sum(run.nbytes for run in self._runs[1])
+
+    @cached_property
+    def fragments_per_token(self) -> int:
+        """Contiguous pieces in which one token moves."""
+        return len(self._runs[0])
+
+    def run(
+        self,
+        source: PagePool,
+        target: PagePool,
+        src_pages: Tensor | Sequence[int],
+        dst_pages: Tensor | Sequence[int],
+        tokens: int | None = None,
+    ) -> None:
+        """Move a sequence of tokens, in one launch. No byte but theirs is written.
+
+        Args:
+            source, target: pools of the two layouts, on one device and in buffers of their own.
+            src_pages, dst_pages: int32 or int64 page ids, in the sequence's order: token ``t`` lies in page ``t //
+                page_size`` of either list. What has a page < 0 on either side is skipped. No target page twice.
+            tokens: length of the sequence. Default: all that both lists hold, with no page to spare in either.
+
+        Raises:
+            ValueError: pools of other layouts, lists too short; on CPU also a page out of range or named twice.
+        """
+        for name, pool, layout in (("source", source, self.source), ("target", target, self.target)):
+            if pool.layout != layout:
+                raise ValueError(
+                    f"the {name} pool's pages are not the plan's: {pool!r} for {layout.name}, {layout.page_bytes} B, "
+                    f"{counted(layout.page_size, 'token')} a page; make a plan of the pools' layouts"
+                )
+        src_pages, dst_pages = source._ids(src_pages), target._ids(dst_pages)
+        if tokens is None:
+            tokens = self._all_tokens(src_pages.shape[0], dst_pages.shape[0])
+        sizes = (tokens, source.page_size, target.page_size)
+        table = self.table(source.device)
+        args = (source.buffer, target.buffer, src_pages, dst_pages, table, *sizes, source.region, target.region)
+        torch.ops.pm_ops.repack_pages(*args)
+
+    def table(self, device: torch.device) -> Tensor:
+        """``runs`` as int64 ``[R, 5]`` on a device, as the operator takes them; made once for each device."""
+        if device not in self._tables:
+            self._tables[device] = torch.tensor(self.runs, dtype=torch.int64, device=device)
+        return self._tables[device]
+
+    def __str__(self) -> str:
+        sides = [f"{side.name} ({counted(side.page_size, 'token')} a page)" for side in (self.source, self.target)]
+        moved = [counted(len(self.layer_pairs), "layer")]
+        if self.layers is not None:
+            ours, theirs = zip(*self.layer_pairs, strict=True)
+            moved[0] += f" {_listed(ours)} as {_listed(theirs)}"
+        if self.heads is not None:
+            first, at, count = self.heads
+            moved.append(f"{counted(count, 'head')} from {first} on as {at} on")
+        lengths = sorted({run.nbytes for run in self._runs[0]})
+        if lengths:
+            of = " to ".join(map(str, sorted({lengths[0], lengths[-1]})))
+            pieces = counted(self.fragments_per_token, "fragment")
+            moved.append(f"{self.bytes_per_token} B a token in {pieces} of {of} B")
+        if self.bytes_per_page:
+            moved.append(f"{self.bytes_per_page} B of states a page")
+        return f"{sides[0]} -> {sides[1]}: {', '.join(moved)}"
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def _rows(self, ours: Plane, theirs: Plane) -> list[RepackRun]:
+        """A plane's rows, one a head."""
+        where = f"{ours.kind!r} of source layer {ours.layer} and target layer {theirs.layer}"
+        state = ours.token_stride is None
+        if state != (theirs.token_stride is None) or ours.dtype != theirs.dtype or ours.shape[1:] != theirs.shape[1:]:
+            raise ValueError(
+                f"{where}: {_described(ours)} against {_described(theirs)}; bytes move as they are, so that dtype and "
+                "dims must be equal"
+            )
+        if state and (self.source.page_size != self.target.page_size or self.heads is not None):
+            raise ValueError(
+                f"{where}: a state belongs to a whole page; it moves only between pages of equal size (here "
+                f"{self.source.page_size} and {self.target.page_size} tokens) and without heads=; leave its layer out "
+                "with layers="
+            )
+        count = ours.shape[0]
+        first, at, count = (0, 0, count) if self.heads is None else self.heads
+        if self.heads is None and ours.shape[0] != theirs.shape[0]:
+            raise ValueError(
+                f"{where}: {counted(ours.shape[0], 'head')} against {theirs.shape[0]}; pass heads=(first source head, "
+                "first target head, count)"
+            )
+        if first + count > ours.shape[0] or at + count > theirs.shape[0]:
+            raise ValueError(
+                f"{where}: heads={self.heads} is (first source head, first target head, count), but there are "
+                f"{ours.shape[0]} and {counted(theirs.shape[0], 'head')}"
+            )
+        # in pages of one token the stride means nothing; 0 for all lets rows of different strides be merged
+        sides = ((self.source, ours), (self.target, theirs))
+        strides = [0 if layout.page_size == 1 else plane.token_stride or 0 for layout, plane in sides]
+        return [
+            RepackRun(
+                ours.offset + (first + h) * ours.head_stride, strides[0],
+                theirs.offset + (at + h) * theirs.head_stride, strides[1], ours.row_bytes,
+            )
+            for h in range(count)
+        ]  # fmt: skip
+
+    def _all_tokens(self, src_count: int, dst_count: int) -> int:
+        sizes = self.source.page_size, self.target.page_size
+        tokens = min(src_count * sizes[0], dst_count * sizes[1])
+        if -(-tokens // sizes[0]) != src_count or -(-tokens // sizes[1]) != dst_count:
+            raise ValueError(
+                f"{counted(src_count, 'page')} of {counted(sizes[0], 'token')} against {counted(dst_count, 'page')} of "
+                f"{sizes[1]}: not the same sequence; pass tokens= to say how long it is"
+            )
+        return tokens
+
+
+def _merged(rows: list[RepackRun]) -> list[RepackRun]:
+    out: list[RepackRun] = []
+    for row in sorted(rows, key=lambda r: r.target_offset):
+        if out and _continues(out[-1], row):
+            out[-1] = out[-1]._replace(nbytes=out[-1].nbytes + row.nbytes)
+        else:
+            out.append(row)
+    return out
+
+
+def _continues(run: RepackRun, row: RepackRun) -> bool:
+    strides = run.source_stride == row.source_stride and run.target_stride == row.target_stride
+    source, target = run.source_offset + run.nbytes, run.target_offset + run.nbytes
+    return strides and source == row.source_offset and target == row.target_offset
+
+
+def _described(p: Plane) -> str:
+    kind = "a state" if p.token_stride is None else "rows"
+    return f"{kind} of {' x '.join(map(str, p.shape))} {dtype_name(p.dtype)}"
+
+
+def _listed(layers: Sequence[int]) -> str:
+    if len(layers) > 2 and tuple(layers) == tuple(range(layers[0], layers[0] + len(layers))):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(map(str, layers))

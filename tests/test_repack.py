@@ -1,0 +1,154 @@
+"""A plan's arithmetic: what moves, in how many pieces, what is refused and why."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import pm_ops
+
+BF16 = torch.bfloat16
+
+
+def page_major(layers=4, heads=8, dim=16, page_size=16, dtype=BF16, **kwargs):
+    return pm_ops.page_major(layers, heads, dim, page_size, dtype, **kwargs)
+
+
+def test_rows_are_merged_where_they_are_contiguous_in_both_pages() -> None:
+    """The whole token's K of a layer is one run between SGLang's formats; vLLM's interleave cuts it head by head."""
+    paged, entry = page_major(), pm_ops.token_major(4, 8, 16, 16, BF16)
+    interleaved, by_head = (pm_ops.vllm(4, 8, 16, 16, BF16, order) for order in ("BLNHC", "BLHNC"))
+    pairs = {
+        (paged, paged): 8, (paged, entry): 8, (entry, entry): 1, (paged, interleaved): 64,
+        (interleaved, interleaved): 4, (interleaved, by_head): 32, (by_head, paged): 64,
+    }  # fmt: skip
+    for (ours, theirs), fragments in pairs.items():
+        plan = pm_ops.RepackPlan(ours, theirs)
+        assert (plan.fragments_per_token, plan.bytes_per_token) == (fragments, 4 * 2 * 8 * 16 * 2)
+        assert sum(run.nbytes for run in plan.runs) == plan.bytes_per_token and plan.bytes_per_page == 0
+
+
+def test_a_run_is_the_byte_formula_of_one_head_on_both_sides() -> None:
+    plan = pm_ops.RepackPlan(page_major(2, 2), pm_ops.vllm(2, 2, 16, 8, BF16, "BLNHC"))
+    layer, token, head = 1, 3, 1
+    ours = layer * 2 * 16 * 64 + 16 * 64 + token * 64 + head * 32  # a value: behind the layer's 16 keys
+    theirs = ((layer * 8 + token) * 2 + head) * 64 + 32  # a value: behind its key
+    at = [(r.source_offset + token * r.source_stride, r.target_offset + token * r.target_stride) for r in plan.runs]
+    assert (ours, theirs) in at and {r.nbytes for r in plan.runs} == {32} and len(at) == 8
+
+
+def test_pages_of_one_token_are_one_run() -> None:
+    """A stride to the next token, which is not there, must not keep rows apart, nor K and V of unequal dims."""
+    sides = [make(3, 2, 16, 1, BF16, value_dim=8) for make in (pm_ops.page_major, pm_ops.token_major)]
+    plan = pm_ops.RepackPlan(*sides)
+    assert plan.runs == ((0, 0, 0, 0, 3 * 2 * 24 * 2),)
+
+
+def test_head_slices_move_their_share() -> None:
+    whole, rank = page_major(heads=8), page_major(heads=2)
+    for r in range(4):
+        split = pm_ops.RepackPlan(whole, rank, heads=(2 * r, 0, 2))
+        merge = pm_ops.RepackPlan(rank, whole, heads=(0, 2 * r, 2))
+        assert split.bytes_per_token == merge.bytes_per_token == whole.token_bytes // 4
+        there = [(a, b) for a, _, b, _, _ in split.runs]
+        assert there == [(b, a) for a, _, b, _, _ in sorted(merge.runs)]
+
+
+def test_layers_move_to_where_the_mapping_says() -> None:
+    whole, stage = page_major(4), page_major(2)
+    plan = pm_ops.RepackPlan(whole, stage, layers={2: 0, 3: 1})
+    assert plan.layer_pairs == ((2, 0), (3, 1))
+    assert {r.source_offset - r.target_offset for r in plan.runs} == {whole.plane(2, "key").offset}
+
+
+def test_scales_are_runs_like_any_other() -> None:
+    """Head by head out of SGLang's page, where one head's scales of a page lie side by side."""
+    ours = page_major(2, 2, 16, 4, torch.int8, value_dim=3, scales=True)
+    plan = pm_ops.RepackPlan(ours, pm_ops.token_major(2, 2, 16, 8, torch.int8, value_dim=3, scales=True))
+    scales = [run for run in plan.runs if run.nbytes == 4]
+    assert len(scales) == 2 * 2 * 2 and {run.source_stride for run in scales} == {4}
+    assert plan.bytes_per_token == ours.token_bytes
+    assert [run.target_offset for run in plan.runs] == sorted(run.target_offset for run in plan.runs)
+
+
+def test_a_plan_says_what_it_does() -> None:
+    vllm = pm_ops.vllm(4, 4, 16, 64, BF16, "BLNHC")
+    text = str(pm_ops.RepackPlan(page_major(), vllm, heads=(4, 0, 4)))
+    assert text == (
+        "page_major (16 tokens a page) -> vllm BLNHC (64 tokens a page): 4 layers, 4 heads from 4 on as 0 on, "
+        "1024 B a token in 32 fragments of 32 B"
+    )
+    text = str(pm_ops.RepackPlan(page_major(4), page_major(3), layers={1: 0, 2: 1, 3: 2}))
+    assert "3 layers 1 to 3 as 0 to 2, 1536 B a token in 6 fragments of 256 B" in text
+
+
+def state(page_size: int, heads: int = 2) -> pm_ops.PageLayout:
+    return pm_ops.PageLayout(page_size, 64, (pm_ops.Plane(0, "ssm", 0, None, 16, (heads, 4), torch.float32),))
+
+
+def test_states_alone_are_bytes_of_the_page() -> None:
+    plan = pm_ops.RepackPlan(state(4), state(4))
+    assert (plan.bytes_per_token, plan.fragments_per_token, plan.bytes_per_page) == (0, 0, 32)
+    assert str(plan).endswith("1 layer, 32 B of states a page")
+
+
+REFUSED = {
+    "source has layers 0 to 3, the target 0, 1; pass layers=": ((page_major(), page_major(2)), {}),
+    "source layer 9 does not exist": ((page_major(), page_major()), {"layers": {9: 0}}),
+    "target layer 4 does not exist": ((page_major(), page_major()), {"layers": {0: 4}}),
+    "names a target layer twice": ((page_major(), page_major()), {"layers": {0: 1, 1: 1}}),
+    "it is empty": ((page_major(), page_major()), {"layers": {}}),
+    "8 heads against 4; pass heads=": ((page_major(), page_major(heads=4)), {}),
+    r"heads=\(6, 0, 4\) is .* but there are 8 and 4 heads": ((page_major(), page_major(heads=4)), {"heads": (6, 0, 4)}),
+    r"heads=\(0, 2, 4\) is .* but there are 8 and 4 heads": ((page_major(), page_major(heads=4)), {"heads": (0, 2, 4)}),
+    r"heads=\(0, 0, 0\): give": ((page_major(), page_major()), {"heads": (0, 0, 0)}),
+    r"heads=\(-1, 0, 1\): give": ((page_major(), page_major()), {"heads": (-1, 0, 1)}),
+    "8 x 16 bfloat16 against rows of 8 x 32 bfloat16": ((page_major(), page_major(dim=32)), {}),
+    "bfloat16 against rows of 8 x 16 float32; bytes move as they": ((page_major(), page_major(dtype="float32")), {}),
+    "layer 0 of the source has key, value, key_scale, value_scale, layer 0 of the target key, value": (
+        (page_major(dtype="int8", scales=True), page_major(dtype="int8")), {}),
+    "a state belongs to a whole page; .* 4 and 8 tokens": ((state(4), state(8)), {}),
+    "a state belongs to a whole page; .* without heads=": ((state(4), state(4)), {"heads": (0, 0, 1)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_reason(message: str) -> None:
+    layouts, chosen = REFUSED[message]
+    with pytest.raises(ValueError, match=message):
+        pm_ops.RepackPlan(*layouts, **chosen)
+
+
+def test_rows_and_a_state_of_one_kind_are_refused() -> None:
+    rows = pm_ops.PageLayout(4, 64, (pm_ops.Plane(0, "ssm", 0, 16, 8, (2, 2), torch.float32),))
+    with pytest.raises(ValueError, match="rows of 2 x 2 float32 against a state of 2 x 4 float32"):
+        pm_ops.RepackPlan(rows, state(4))
+
+
+def test_pools_of_other_layouts_are_refused() -> None:
+    plan = pm_ops.RepackPlan(page_major(), page_major(page_size=8))
+    pools = {size: pm_ops.PagePool(page_major(page_size=size), 2) for size in (8, 16)}
+    with pytest.raises(ValueError, match="source pool's pages are not the plan's"):
+        plan.run(pools[8], pools[8], [0], [0])
+    with pytest.raises(ValueError, match="target pool's pages are not the plan's"):
+        plan.run(pools[16], pools[16], [0], [0])
+
+
+def test_lists_of_different_lengths_need_a_token_count() -> None:
+    plan = pm_ops.RepackPlan(page_major(), page_major(page_size=8))
+    pools = pm_ops.PagePool(plan.source, 4), pm_ops.PagePool(plan.target, 4)
+    pools[0].buffer.fill_(7)
+    with pytest.raises(ValueError, match="2 pages of 16 tokens against 2 pages of 8: not the same sequence"):
+        plan.run(*pools, [0, 1], [0, 1])
+    plan.run(*pools, [1], [2, 0])
+    plan.run(*pools, [0, 1], [1, 3], tokens=9)
+    written = [int((page == 7).sum()) for page in pools[1].pages]
+    assert written == [page_major(page_size=8).page_bytes] * 3 + [page_major().token_bytes]
+
+
+def test_a_plan_is_frozen_and_its_table_is_made_once() -> None:
+    plan = pm_ops.RepackPlan(page_major(), page_major())
+    assert plan.table(torch.device("cpu")) is plan.table(torch.device("cpu"))
+    assert plan.table(torch.device("cpu")).tolist() == [list(run) for run in plan.runs]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.heads = (0, 0, 1)  # type: ignore[misc]
