@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,8 @@ def bind(
     pool: PagePool,
     cache: Any = None,
     *,
-    keys: Sequence[Tensor] | Tensor | None = None,
-    values: Sequence[Tensor] | Tensor | None = None,
+    keys: Iterable[Tensor] | None = None,
+    values: Iterable[Tensor] | None = None,
     dims: str | None = None,
 ) -> Binding:
     """Move caches into a pool's pages and turn the tensors into facades, which hold no memory.
@@ -137,6 +137,8 @@ def bind(
         ValueError: the caches do not fit the pool or its free pages, or a storage holds more than the caches that are
             bound. Nothing has been changed then.
     """
+    if not isinstance(pool, PagePool):
+        raise ValueError(f"pool must be a pm_ops.PagePool, got {type(pool).__name__}")
     if cache is not None:
         if keys is not None or values is not None:
             raise ValueError("bind takes a cache object, or keys= and values=, not both")
@@ -179,14 +181,15 @@ def _static_layers(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _named(
-    pool: PagePool, keys: Sequence[Tensor] | Tensor | None, values: Sequence[Tensor] | Tensor | None
+    pool: PagePool, keys: Iterable[Tensor] | None, values: Iterable[Tensor] | None
 ) -> list[tuple[int, str, Tensor]]:
     if keys is None and values is None:
         raise ValueError("nothing to bind: pass a cache, or keys= and values=")
     layers = pool.layout.layers
     named: list[tuple[int, str, Tensor]] = []
+    given_caches = [(kind, t if t is None else list(t)) for kind, t in (("key", keys), ("value", values))]
     for layer in range(len(layers)):
-        for kind, tensors in (("key", keys), ("value", values)):
+        for kind, tensors in given_caches:
             if tensors is None:
                 continue
             if len(tensors) != len(layers):

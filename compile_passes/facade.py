@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .coverage import Cover
-from .internals import IN_PAGES, mark_static, without_facades
+from .internals import IN_PAGES, inlined_only, mark_static, without_facades
 
 # Tensor methods that answer from metadata alone. Dynamo and fake tensors ask some of them outside of traced code.
 _METADATA = frozenset(
@@ -59,6 +59,12 @@ class Facade(torch.Tensor):
         return f"Facade({self.label}, {list(self.shape)}, {self.dtype}, {self.device}; the data is in pages)"
 
 
+# As a function of its own, which it is where the graph breaks at an operation on a facade, Dynamo would compile the
+# marking of a graph, and run the operation itself without facades, on memory that is not there.
+inlined_only(Facade.__torch_function__)
+
+
+@torch.compiler.disable
 def _eager(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     if name == "zero_":  # what a cache's reset() does

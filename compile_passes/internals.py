@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend as lookup_backend
 from torch._dynamo.backends.registry import register_backend as register_backend
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource
@@ -83,6 +84,11 @@ def compiled_part() -> str:
     if caller is None or caller.f_code.co_filename != torch._dynamo.eval_frame.__file__:
         return "inner"
     return "rest" if resumed else "start"
+
+
+def inlined_only(function: Any) -> None:
+    """Let Dynamo trace a function as a part of others, but never compile a call of it from eager code."""
+    skip_code(function.__code__)
 
 
 def guard_modules() -> None:

@@ -144,6 +144,8 @@ class PagePool:
 
     def scatter(self, pages: Tensor | Sequence[int], rows: Tensor) -> None:
         """Write rows of :meth:`gather` to these pages. Page < 0 is skipped."""
+        if not isinstance(rows, Tensor):
+            raise ValueError(f"rows must be a tensor, as gather gives it, got {type(rows).__name__}; pages come first")
         torch.ops.pm_ops.scatter_pages(self.buffer, rows, self._ids(pages), self.region)
 
     def copy(self, src: Tensor | Sequence[int], dst: Tensor | Sequence[int]) -> None:
@@ -195,7 +197,11 @@ class PagePool:
         return [offset, self.page_stride, plane.token_stride or 0, plane.head_stride, self.num_pages]
 
     def _ids(self, ids: Tensor | Sequence[int]) -> Tensor:
-        return ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.int64, device=self.device)
+        if isinstance(ids, Tensor):
+            return ids
+        found = torch.tensor(ids, device=self.device)
+        whole = not (found.is_floating_point() or found.dtype == torch.bool)  # the operators refuse the others
+        return found.to(torch.int64) if whole or not found.numel() else found
 
     def _check_geometry(self) -> None:
         if self.num_pages < 1 + self.reserve_null:

@@ -254,6 +254,9 @@ def test_page_verbs_take_tensors_of_both_index_dtypes_and_empty_lists() -> None:
         lambda pool: pool.scatter([0, 1], torch.zeros(1, pool.layout.page_bytes, dtype=torch.uint8)),
         lambda pool: pool.scatter([0], torch.zeros(1, pool.layout.page_bytes)),
         lambda pool: pool.zero(torch.tensor([0.0])),
+        lambda pool: pool.zero([0.5]),
+        lambda pool: pool.zero([True, False]),
+        lambda pool: pool.scatter(torch.zeros(1, pool.layout.page_bytes, dtype=torch.uint8), [0]),
         lambda pool: pool.zero(torch.tensor([[0]])),
     ],
 )

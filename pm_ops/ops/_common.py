@@ -208,18 +208,22 @@ def require_scale(
     """
     if plane is not None:
         if tensor is not None or scale != 1.0:
-            raise ValueError(f"{name} and {name}_plane were both given; rows have scales of their own, or share one")
+            raise ValueError(
+                f"{name} and {name}_plane were both given: a layout with scales=True has a scale for each token and "
+                f"head; leave {name} out"
+            )
         if of not in LARGEST:
             supported, got = ", ".join(map(dtype_name, LARGEST)), dtype_name(of) if of else "no rows"
             raise ValueError(f"{name}_plane goes with a plane of {supported}; got {got}")
         return
     if of is torch.int8 and tensor is None and scale == 1.0:
         raise ValueError(
-            f"int8 needs scales: pass {name}, or use a layout with scales=True, which has one for each token and head"
+            f"int8 needs scales: pass {name} (a scale of 1 as a tensor), or use a layout with scales=True, which has "
+            "one for each token and head"
         )
     if tensor is not None:
         if tensor.dtype != torch.float32 or tensor.numel() != 1:
-            raise ValueError(f"{name}_tensor must be one float32 element, got {describe(tensor)}")
+            raise ValueError(f"{name}, as a tensor, must be one float32 element, got {describe(tensor)}")
         if scale != 1.0:
             raise ValueError(f"{name}={scale} and {name}_tensor were both given; pass one of them")
         require_device(f"{name}_tensor", tensor, device)

@@ -147,6 +147,17 @@ def test_what_cannot_be_bound_is_refused_and_nothing_changes(arguments: dict[str
     assert not pool.buffer.any()
 
 
+def test_caches_may_come_from_a_generator() -> None:
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+    binding = bind(make_pool(), keys=iter(keys), values=(v for v in values))
+    assert [(p.layer, p.kind) for p in binding.planes] == [(i, k) for i in range(LAYERS) for k in ("key", "value")]
+
+
+def test_a_layout_is_no_pool() -> None:
+    with pytest.raises(ValueError, match=r"pool must be a pm_ops\.PagePool, got PageLayout"):
+        bind(make_pool().layout, keys=caches(40, HEADS, DIM))  # type: ignore[arg-type]
+
+
 def test_a_layout_that_would_quantise_what_the_model_writes_is_refused() -> None:
     pool = PagePool(page_major(LAYERS, HEADS, DIM, PAGE, torch.int8, scales=True), 10)
     keys = caches(40, HEADS, DIM, dtype=torch.int8)

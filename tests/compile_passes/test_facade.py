@@ -195,3 +195,31 @@ def test_eager_code_after_a_graph_break_is_told_of_the_facade() -> None:
         torch.compile(model, backend=page_major_backend(binding, inner="eager"))(
             torch.ones(2, HEADS, DIM), torch.tensor([1, 2])
         )
+
+
+BREAKS: dict[str, Callable[[Any], Any]] = {
+    "nonzero": lambda k: k.nonzero(),
+    "masked_select": lambda k: k.masked_select(torch.ones(40, 1, 1, dtype=torch.bool)),
+    "mask": lambda k: k[torch.arange(40) < 3],
+    "empty mask": lambda k: k[torch.arange(40) < 0],
+    "unique": torch.unique,
+    "equal": lambda k: torch.equal(k, k),
+    "allclose": lambda k: torch.allclose(k, torch.zeros(40, HEADS, DIM)),
+    "tolist": lambda k: k.tolist(),
+}
+
+
+@pytest.mark.parametrize("read", BREAKS.values(), ids=BREAKS.keys())
+def test_an_operation_at_which_the_graph_breaks_finds_the_facade(read: Callable[[Any], Any]) -> None:
+    """Its result's size or value is the data's, so that Dynamo leaves it to eager code, which has none."""
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+    binding = bind(make_pool(), keys=keys, values=values)
+
+    def model(x: Tensor, at: Tensor) -> Any:
+        keys[0][at] = x
+        return read(keys[0])
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="on layer 0 key, which lives in pages"):
+        torch.compile(model, backend=page_major_backend(binding, inner="eager"))(
+            torch.ones(2, HEADS, DIM), torch.tensor([1, 2])
+        )

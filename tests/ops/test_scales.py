@@ -238,6 +238,10 @@ REFUSED = {
         ),
         "needs out_dtype",
     ),
+    "a scale of another dtype": (
+        lambda p: raw_store(p, key_scale_plane=None, key_scale_tensor=torch.ones((), dtype=torch.float64)),
+        "key_scale, as a tensor, must be one float32 element, got float64",
+    ),
     "int8 without a scale": (lambda p: raw_store(p, key_scale_plane=None), "int8 needs scales: pass key_scale"),
     "int8 loaded without a scale": (
         lambda p: torch.ops.pm_ops.load_kv(
