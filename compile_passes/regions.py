@@ -100,7 +100,9 @@ def _starts(view: Tensor, plane: CachePlane) -> dict[str, Size] | None:
     offset: Size = view.storage_offset()
     axes = plane.axes
     rest, terms = _hint(offset) - plane.storage_offset, symbolic_terms(offset)
-    if any(guard_or_false(settled(n) == 0) for n in view.shape):  # no token at all, and k[n:n] may begin behind the last one
+    if any(
+        guard_or_false(settled(n) == 0) for n in view.shape
+    ):  # no token at all, and k[n:n] may begin behind the last one
         end = axes[0][1] * axes[0][2] if axes else 1
         return {axis: 0 for axis, _, _ in axes} if 0 <= rest <= end else None
     if rest < 0:
