@@ -153,7 +153,7 @@ def test_the_pool_is_handed_over_in_place(fake: FakeLibrary) -> None:
 
 
 def test_one_plane_may_have_more_pages_than_the_other(fake: FakeLibrary) -> None:
-    case = case_of("cpu", lens=[9, 12], queries=3)
+    case = case_of("cpu", lens=[9, 12], queries=3, num_pages=40)
     most = int(case.page_table.max()) + 1
     for kind in ("key_plane", "value_plane"):
         check_attention(case, *fa3.attention(dataclasses.replace(case, **{kind: [*getattr(case, kind)[:4], most]})))
