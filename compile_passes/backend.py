@@ -78,7 +78,6 @@ class PageMajorBackend:
             )
         new, entries = self._rewrite(gm, inputs, bound)
         self._check_touched(entries, gm)
-        self.graphs.append(new.code)
         guard_modules()
         kept = [i for i in range(len(inputs)) if i not in bound]
         added = self._added()
@@ -86,6 +85,8 @@ class PageMajorBackend:
         with plain_mode():
             compiled = self._compile_inner(new, [*(inputs[i] for i in kept), *added], mode, options)
         del fakes
+        self.binding.report().add(entries)  # now that there is a graph that does so
+        self.graphs.append(new.code)
         return _checked(compiled, kept, added, {i: inputs[i] for i in bound})
 
     def _added(self) -> list[Tensor]:
@@ -121,9 +122,7 @@ class PageMajorBackend:
             except RewriteError as error:
                 report.refused.append(str(error))
                 raise
-        entries = rewriter.pages.entries
-        report.add(entries)
-        return finish(new, gm, kept, ["pm_buffer", "pm_page_table"][: len(added)]), entries
+        return finish(new, gm, kept, ["pm_buffer", "pm_page_table"][: len(added)]), rewriter.pages.entries
 
     def _check_touched(self, entries: Sequence[Entry], gm: GraphModule) -> None:
         """A compiled function that touches no bound cache is a mistake; one that graph breaks cut up, if none does."""

@@ -203,9 +203,7 @@ def attend(
             unit = tl.maximum(carried, tl.max(p, 1))
             inverse = tl.where(unit == 0, 0.0, 1.0 / unit)
             p *= inverse[:, None]
-            shrink = tl.where(
-                unit == carried, 1.0, carried * inverse
-            )  # x * (1 / x) is not 1: a tile unseen would count
+            shrink = tl.where(unit == carried, 1.0, carried * inverse)  # x * (1 / x) may not be 1
         p = p.to(DOT_DTYPE)
         if PACKED:
             words = _load_rows(values + slot, seen, tl.int16, DIM_V // 2, BLOCK_V // 2, MASKED or (bias is not None))

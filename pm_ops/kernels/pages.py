@@ -79,14 +79,14 @@ def _scatter_pages(
 
 @triton.jit(do_not_specialize=["count"])
 def _compare(src, dst, staged, count, ROWS: tl.constexpr, IDS: tl.constexpr):
-    """Whether each of ROWS targets is the source of a row."""
+    """Whether each of ROWS targets is the source of a row; those that skip are of none."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     target = tl.load(dst + tl.minimum(i, count - 1))
     hits = tl.zeros([ROWS, IDS], tl.int1)
     for start in tl.range(0, count, IDS):
         j = tl.minimum(start + tl.arange(0, IDS), count - 1)
         hits = hits | (target[:, None] == tl.load(src + j)[None, :])
-    tl.store(staged + i, tl.where(i < count, tl.max(hits.to(tl.int8), 1), 0))
+    tl.store(staged + i, tl.where((i < count) & (target >= 0), tl.max(hits.to(tl.int8), 1), 0))
 
 
 @triton.jit
@@ -229,6 +229,7 @@ def _find_staged(src: Tensor, dst: Tensor, limit: int) -> Tensor:
     if count > _COMPARE_MOST:
         read = torch.zeros(limit + 2, dtype=torch.int8, device=src.device)  # ids out of range share its ends
         read.index_fill_(0, src.long().clamp(-1, limit) + 1, 1)
+        read[:1].zero_()  # targets that skip
         return torch.nn.functional.pad(read[dst.long().clamp(-1, limit) + 1], (0, padded - count))
     staged = torch.empty(padded, dtype=torch.int8, device=src.device)
     launch(_compare, (padded // 16,), src, dst, staged, count, ROWS=16, IDS=512, num_warps=8)

@@ -64,7 +64,7 @@ class Attention:
         max_query_len: 0 or an upper bound of the query tokens of one sequence, which helps to choose a kernel. It must
             hold: FlashAttention 3 leaves queries past it out.
         max_seq_len: 0 or about the most keys of one sequence, a hint for dividing the work where ``page_table`` is much
-            wider. It changes nothing that is computed.
+            wider. It changes nothing but the order of sums.
         batch_invariant: a row's result, to the bit, follows from its query and its keys alone, whatever else is in the
             call. Slower, by Triton only, and for tables of at most ``BATCH_INVARIANT_KEYS`` keys.
         return_lse: also return the log-sum-exp of every query row.

@@ -57,7 +57,11 @@ def page_view(buffer: Tensor, region: Sequence[int]) -> Tensor:
 
 @dataclass(slots=True)
 class CopyPages:
-    """Arguments of ``pm_ops::copy_pages``: page ``src[i]`` onto ``dst[i]``, all read before one is written."""
+    """Arguments of ``pm_ops::copy_pages``: page ``src[i]`` onto ``dst[i]``, all read before one is written.
+
+    On CUDA a workspace of as many pages is allocated, though only pages that are both source and target go through it:
+    copy very large lists in parts that do not overlap.
+    """
 
     buffer: Tensor
     src: Tensor

@@ -84,6 +84,7 @@ class FakeLibrary:
             assert all(stride * rows.itemsize % 16 == 0 for stride in rows.stride()[:-1])
         batch, (_, page_size, kv_heads, _) = len(seq_lens), key.shape
         assert max_keys == page_table.shape[1] * page_size
+        assert len(key) == len(value)  # the library takes one number of pages
         flat = query if query_start is not None else query.flatten(0, 1)
         starts = query_start if query_start is not None else torch.arange(batch + 1) * query.shape[1]
         assert max_query_len >= int(starts.diff().max())
@@ -149,6 +150,14 @@ def test_the_pool_is_handed_over_in_place(fake: FakeLibrary) -> None:
         assert [stride * 2 for stride in view.stride()[:3]] == plane[1:4] and view.shape[:3] == (plane[4], 4, 2)
     assert call.query.data_ptr() == case.query.data_ptr() and call.query.shape == (2, 3, 4, 32)
     assert call.leftpad is None
+
+
+def test_one_plane_may_have_more_pages_than_the_other(fake: FakeLibrary) -> None:
+    case = case_of("cpu", lens=[9, 12], queries=3, num_pages=40)
+    most = int(case.page_table.max()) + 1
+    for kind in ("key_plane", "value_plane"):
+        check_attention(case, *fa3.attention(dataclasses.replace(case, **{kind: [*getattr(case, kind)[:4], most]})))
+        assert len(fake.calls[-1].key) == most
 
 
 def test_pages_that_could_be_loaded_whole_are_loaded_row_by_row(fake: FakeLibrary) -> None:

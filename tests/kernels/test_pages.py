@@ -205,6 +205,21 @@ def test_targets_are_compared_with_every_source_of_a_long_list(device, index, mo
         assert staged.shape == (2048,) and not staged[1100:].any()
 
 
+@on_each_device
+@pytest.mark.parametrize("verb", ["pages", "slots"])
+def test_the_last_rows_of_a_long_list_may_be_the_only_ones_that_overlap(device, verb):
+    """Two pages swapped behind 1098 pairs that are skipped: the second launch looks at every block of flags."""
+    src, dst = torch.tensor([-1, -2])[:, None].repeat(1, 1100)  # equal ones would be flagged
+    src[-2:], dst[-2:] = torch.tensor([0, 2]), torch.tensor([2, 0])
+    buffer = torch.tensor([7, 8, 9], dtype=torch.uint8, device=device)
+    if verb == "pages":
+        copy_pages(CopyPages(buffer, src.to(device), dst.to(device), [0, 1, 1, 3]))
+    else:
+        runs = ids(device, [0, 1, 1]).view(1, 3)
+        copy_slots(CopySlots(buffer, src.to(device), dst.to(device), runs, 1, [0, 1, 1, 3]))
+    assert buffer.tolist() == [9, 8, 7]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1500, 5000])
 def test_many_rows_are_copied_as_if_at_once(count):
