@@ -64,16 +64,21 @@ def page_descriptors(
             follow the layers, and for pipeline parallelism. In ``page_major`` one run a page for a range of layers.
             Default: whole pages, padding included.
     """
-    start, merged = _address(pool), list[Descriptor]()
+    start, stride = _address(pool), pool.page_stride
     runs = _runs(pool.layout, layers)
+    found: list[Descriptor] = []
+    begin = end = 0  # the run that may still grow
     for page in checked_pages(pool, pages):
         for offset, nbytes in runs:
-            address = start + page * pool.page_stride + offset
-            if merged and merged[-1].address + merged[-1].nbytes == address:
-                merged[-1] = Descriptor(merged[-1].address, merged[-1].nbytes + nbytes)
-            else:
-                merged.append(Descriptor(address, nbytes))
-    return merged
+            address = start + page * stride + offset
+            if address != end:
+                if end > begin:
+                    found.append(Descriptor(begin, end - begin))
+                begin = end = address
+            end += nbytes
+    if end > begin:
+        found.append(Descriptor(begin, end - begin))
+    return found
 
 
 def pair_descriptors(src: Sequence[Descriptor], dst: Sequence[Descriptor]) -> list[Copy]:

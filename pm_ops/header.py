@@ -46,7 +46,7 @@ class PageHeader:
         return len(self.digests)
 
     def to_bytes(self) -> bytes:
-        """UTF-8 JSON, with a digest of its own; :meth:`from_bytes` gives an equal header back."""
+        """ASCII JSON, with a digest of its own; :meth:`from_bytes` gives an equal header back."""
         layout = json.loads(self.layout.to_json())
         record = {"format": FORMAT, "version": VERSION, "layout": layout, "model": self.model, "pages": self.digests}
         return _canonical({**record, "digest": _record_digest(record)})

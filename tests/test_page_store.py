@@ -111,6 +111,18 @@ def test_a_store_that_is_opened_smaller_keeps_to_it(tmp_path: Path) -> None:
     assert PageStore(tmp_path, 2 * ENTRY - 1, model=MODEL).keys() == ["c"]
 
 
+def test_entries_copied_into_the_folder_count_from_the_next_opening_on(tmp_path: Path) -> None:
+    pool = packed_pool(LAYOUT, 6)
+    PageStore(tmp_path / "there", 3 * ENTRY, model=MODEL)
+    here = PageStore(tmp_path / "here", 3 * ENTRY, model=MODEL)
+    for key in "abc":
+        here.put(key, pool, [0, 1])
+        os.rename(here.folder / f"{key}.safetensors", tmp_path / "there" / f"{key}.safetensors")
+    store = PageStore(tmp_path / "there", 3 * ENTRY, model=MODEL)
+    store.put("d", pool, [0, 1])
+    assert store.keys() == ["b", "c", "d"]
+
+
 def test_what_can_never_fit_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
     pool = packed_pool(LAYOUT, 6)
     store = PageStore(tmp_path, ENTRY, model=MODEL)
