@@ -60,7 +60,7 @@ class RepackPlan:
     def __post_init__(self) -> None:
         if self.heads is not None and (len(self.heads) != 3 or min(self.heads[:2]) < 0 or self.heads[2] < 1):
             raise ValueError(f"heads={self.heads}: give (first source head, first target head, count), count >= 1")
-        _ = self.runs  # refuses what does not fit
+        _ = self.runs, self._tables  # refuses what does not fit; and a first call of run may be a compiled one
 
     @cached_property
     def layer_pairs(self) -> tuple[tuple[int, int], ...]:
@@ -141,7 +141,7 @@ class RepackPlan:
             ValueError: pools of other layouts, lists too short; on CPU also a page out of range or named twice.
         """
         for name, pool, layout in (("source", source, self.source), ("target", target, self.target)):
-            if pool.layout != layout:
+            if pool.layout is not layout and pool.layout != layout:  # the first is enough where it is compiled
                 raise ValueError(
                     f"the {name} pool's pages are not the plan's: {pool!r} for {layout.name}, {layout.page_bytes} B, "
                     f"{counted(layout.page_size, 'token')} a page; make a plan of the pools' layouts"

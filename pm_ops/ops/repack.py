@@ -68,11 +68,8 @@ class RepackPages:
         require_device("runs", self.runs, device)
         require(self.runs.shape[0] >= 1, lambda: "runs is empty: there is nothing to move")
         require(self.tokens >= 0, lambda: f"tokens={self.tokens} must not be negative")
-        for name, pages, size in (
-            ("src_pages", self.src_pages, self.src_page_size),
-            ("dst_pages", self.dst_pages, self.dst_page_size),
-        ):
-            _require_enough(name, pages.shape[0], size, self.tokens)
+        _require_enough("src_pages", self.src_pages.shape[0], self.src_page_size, self.tokens)
+        _require_enough("dst_pages", self.dst_pages.shape[0], self.dst_page_size, self.tokens)
 
     def check_values(self) -> None:
         source, source_stride, target, target_stride, nbytes = self.runs.unbind(1)
@@ -91,7 +88,8 @@ class RepackPages:
                 f"{self.runs[~fits].tolist()}"
             ),
         )
-        src, dst = self._used
+        src = self.src_pages[: -(-self.tokens // self.src_page_size)]  # those that the tokens need
+        dst = self.dst_pages[: -(-self.tokens // self.dst_page_size)]
         require_in_range("src_pages", src, self.src_region[3], "pages in the source")
         require_in_range("dst_pages", dst, self.dst_region[3], "pages in the target")
         require_distinct("dst_pages", dst)
@@ -101,13 +99,6 @@ class RepackPages:
         a, b = self.source.data_ptr(), self.target.data_ptr()
         if a < b + self.target.numel() and b < a + self.source.numel():
             raise ValueError("source and target share memory, so that bytes could be written before they are read")
-
-    @property
-    def _used(self) -> tuple[Tensor, Tensor]:
-        """The pages that the tokens need."""
-        counts = (-(-self.tokens // size) for size in (self.src_page_size, self.dst_page_size))
-        src, dst = counts
-        return self.src_pages[:src], self.dst_pages[:dst]
 
 
 def _cells(

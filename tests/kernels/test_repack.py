@@ -103,12 +103,13 @@ def test_pages_below_0_and_past_the_end_move_nothing(device, index, monkeypatch)
     source.pages[1], target.pages[2] = -1, -7
     launch(source, target, 75, index)
     far = [torch.tensor(s.pages, dtype=index, device=device) for s in (source, target)]
-    far[0][0], far[1][3] = source.pool.num_pages, 2**31 - 1
-    source.pages[0] = target.pages[3] = -1
+    far[0][0], far[1][3], far[1][4] = source.pool.num_pages, 2**31 - 1, target.pool.num_pages - 1
+    source.pages[0] = target.pages[3] = target.pages[4] = -1
     wanted = expected(source, target, 75)
     plan = pm_ops.RepackPlan(source.pool.layout, target.pool.layout)
     pools, table = (source.pool, target.pool), plan.table(source.pool.device)
     regions = [p.region for p in pools]
+    regions[1][3] -= 1  # the last page exists, but is not the target's
     repack_pages(RepackPages(*(p.buffer for p in pools), *far, table, 75, 8, 16, *regions))
     assert torch.equal(target.pool.buffer.cpu(), wanted)
 

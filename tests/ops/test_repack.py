@@ -6,6 +6,7 @@ import pytest
 import torch
 from repack_cases import FORMATS, UNIFORM, Side, expected, heads_of, models_of, side
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 import pm_ops
 from pm_ops.testing import fill_random, writes_only
@@ -221,3 +222,21 @@ def test_it_compiles_with_tokens_and_page_counts_as_symbols():
         assert torch.equal(target.pool.buffer, wanted)
         fill_random(target.pool.buffer, tokens)
     assert counter.frame_count <= 2
+
+
+def test_inductor_runs_a_plan_of_its_first_call_without_a_clone_of_either_pool():
+    """And the plan is as good as before: the table that was made in the graph is a tensor like any other."""
+    torch._dynamo.reset()
+    source, target = (side(n, UNIFORM, 8, 64, i) for i, n in enumerate(("page_major", "BLNHC")))
+    plan = pm_ops.RepackPlan(source.pool.layout, target.pool.layout)
+    wanted, lists = expected(source, target, 64), [torch.tensor(s.pages) for s in (source, target)]
+    step = torch.compile(lambda a, b: plan.run(source.pool, target.pool, a, b), fullgraph=True)
+    _, (code,) = run_and_get_code(step, *lists)
+    assert torch.equal(target.pool.buffer, wanted)
+    call = code.split("def call", 1)[1]
+    assert call.count("pm_ops.repack_pages.default") == 1 and "clone" not in call
+    assert all(f"empty_strided_cpu(({s.pool.buffer.numel()}" not in call for s in (source, target))
+    fill_random(target.pool.buffer)
+    wanted = expected(source, target, 64)
+    plan.run(source.pool, target.pool, *lists)
+    assert torch.equal(target.pool.buffer, wanted)
