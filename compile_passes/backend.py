@@ -128,6 +128,11 @@ class PageMajorBackend:
         """A compiled function that touches no bound cache is a mistake; one that graph breaks cut up, if none does."""
         if not self.strict or entries or ends_in_break(gm):
             return
+        if self.binding.released:
+            raise RewriteError(
+                "this backend's binding was released: compile the model with another backend, or bind its caches again "
+                "and compile it with the new binding"
+            )
         part = compiled_part()
         if part == "start" or (part == "rest" and not self.binding.report().entries):
             raise RewriteError(

@@ -86,16 +86,22 @@ class Binding:
         """Bytes that the layer-major caches still hold: 0 while bound."""
         return sum(s.tensor.untyped_storage().nbytes() for s in self._stored)
 
+    @property
+    def released(self) -> bool:
+        """Whether :meth:`release` was called."""
+        return not self._where
+
     def cells(self, plane: CachePlane) -> Cells:
         """Where a bound cache's tokens are in the pages."""
-        if not self._where:
+        if self.released:
             raise RuntimeError("this binding was released already")
         return Cells(self.pool, plane, self.page_table)
 
     def release(self) -> None:
         """Undo the binding: the caches get memory, their content and their classes back, and the pages are freed.
 
-        Graphs compiled with this binding are recompiled if called again, and then find nothing to rewrite.
+        Graphs compiled with this binding are recompiled if called again, and then find nothing to rewrite: an error,
+        unless their backend is not strict.
         """
         for s in self._stored:
             storage = torch.UntypedStorage(s.nbytes, device=self.pool.device)

@@ -161,3 +161,24 @@ def test_memory_that_cannot_be_given_back_is_refused_and_nothing_changes() -> No
         bind(where, keys=[k], values=[v])
     assert type(k) is type(v) is Tensor and v.untyped_storage().nbytes() == v.nbytes and kept.shape[0] == 2
     assert where.allocator.num_free == 5 and not where.buffer.any()
+
+
+def test_a_model_called_after_its_binding_was_released_is_told_so() -> None:
+    key, value = caches(20, HEADS, DIM)
+    binding = bind(pool(), keys=[key], values=[value])
+
+    def model(x: Tensor, at: Tensor) -> Tensor:
+        key[at] = x
+        return x + 1
+
+    x, at = torch.randn(2, HEADS, DIM), torch.tensor([3, 5])
+    strict = torch.compile(model, backend=page_major_backend(binding, "eager"))
+    with torch.no_grad():
+        strict(x, at)
+        binding.release()
+        assert torch.equal(key[at], x)
+        with pytest.raises(Exception, match="this backend's binding was released: compile the model with another"):
+            strict(x + 1, at)
+        assert torch.equal(key[at], x)
+        torch.compile(model, backend=page_major_backend(binding, "eager", strict=False))(x + 1, at)
+    assert torch.equal(key[at], x + 1)
