@@ -27,6 +27,7 @@ from transformers.masking_utils import causal_mask_function
 
 import pm_ops
 from pm_ops import PagePool
+from pm_ops.layout import dtype_name
 
 from .paged_batch import PagedBatch, Row, Step
 
@@ -65,6 +66,14 @@ class PageMajorCache(Cache):
                 f"the pool's layout has {[(i, *pool.layout.kinds(i)) for i in numbers]}; a cache needs a key and a "
                 "value plane for each of the layers 0, 1, 2, ..."
             )
+        for i in numbers:
+            for kind in ("key", "value"):
+                dtype = pool.layout.plane(i, kind).dtype
+                if not dtype.is_floating_point and (dtype != torch.int8 or f"{kind}_scale" not in pool.layout.kinds(i)):
+                    raise ValueError(
+                        f"the {kind} plane of layer {i} is {dtype_name(dtype)}; a cache keeps floating point, fp8, or "
+                        "int8 in a layout with scales=True"
+                    )
         self.pool = pool
         self.batch = PagedBatch(pool)
         super().__init__(layers=[PageMajorLayer(self.batch, i) for i in numbers])
