@@ -109,25 +109,26 @@ def _attention_hopper(
         mbarrier.init(value_full.index(s), count=1 if BOXES else 128)
         mbarrier.init(value_empty.index(s), count=2)
     mbarrier.init(value_edge, count=1)
+    sequences = (query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window)
     # fmt: off
     gl.warp_specialize(
         [
             (consume, (
                 first_q, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
                 query, query_stride, query_head_stride, out, lse, sinks, scale, cap, cap_scale, out_scale,
-                query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
+                sequences,
                 FIRST, CAUSAL, WINDOW, SOFTCAP, HEADS, DIM_K, DIM_V, BLOCK_Q, BLOCK_N, STAGES, BOXES,
             )),
             (consume, (
                 second_q, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
                 query, query_stride, query_head_stride, out, lse, sinks, scale, cap, cap_scale, out_scale,
-                query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
+                sequences,
                 SECOND, CAUSAL, WINDOW, SOFTCAP, HEADS, DIM_K, DIM_V, BLOCK_Q, BLOCK_N, STAGES, BOXES,
             )),
             (produce, (
                 key_plane, value_plane, key_strides, value_strides, key_boxes, value_boxes,
                 key_full, key_empty, value_full, value_empty, value_edge, page_table, page_table_stride, num_pages,
-                query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
+                sequences,
                 CAUSAL, WINDOW, PAGE_SIZE, ROWS, DIM_K, DIM_V, BLOCK_Q, BLOCK_N, STAGES, BOXES,
             )),
         ],

@@ -85,15 +85,7 @@ def consume(
     cap,
     cap_scale,
     out_scale,
-    query_start,
-    seq_lens,
-    uniform,
-    batch,
-    query_blocks,
-    num_queries,
-    max_keys,
-    kv_heads,
-    window,
+    sequences,
     PART: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -117,11 +109,11 @@ def consume(
     O_GLOBAL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM_V, DIM_V // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = query.dtype.element_ty
     used = 0
+    _, _, _, batch, query_blocks, _, _, kv_heads, window = sequences
     for tile in range(gl.program_id(0), query_blocks * kv_heads, gl.num_programs(0)):
         b, kv_head, start, num, first, earliest, latest, lo, hi, count = tile_of(
-            tile, query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
-            CAUSAL, WINDOW, BLOCK_Q, BLOCK_N,
-        )  # fmt: skip
+            tile, sequences, CAUSAL, WINDOW, BLOCK_Q, BLOCK_N
+        )
         if count > 0:
             # Rows: heads vary fastest
             row = PART * M + gl.arange(0, M, gl.SliceLayout(1, Q_GLOBAL))

@@ -1,4 +1,4 @@
-"""The producers of the Hopper attention kernel: pages into shared memory, by the copy engine or row by row."""
+"""The producer of the Hopper attention kernel: pages into shared memory, by the copy engine or row by row."""
 
 from __future__ import annotations
 
@@ -46,80 +46,6 @@ def _zero_outside(boxes, stage, n, edge, lo, hi, ROWS: gl.constexpr, BLOCK_N: gl
 
 
 @gluon.jit
-def _produce_boxes(
-    key_plane,
-    value_plane,
-    key_boxes,
-    value_boxes,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
-    value_edge,
-    page_table,
-    page_table_stride,
-    num_pages,
-    query_start,
-    seq_lens,
-    uniform,
-    batch,
-    query_blocks,
-    num_queries,
-    max_keys,
-    kv_heads,
-    window,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    DIM_K: gl.constexpr,
-    DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    filled = 0
-    edges = 0
-    for tile in range(gl.program_id(0), query_blocks * kv_heads, gl.num_programs(0)):
-        b, kv_head, start, num, first, earliest, latest, lo, hi, count = tile_of(
-            tile, query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
-            CAUSAL, WINDOW, BLOCK_Q, BLOCK_N,
-        )  # fmt: skip
-        table = page_table + b.to(gl.int64) * page_table_stride
-        begin = lo // BLOCK_N * BLOCK_N
-        for j in range(count):
-            n = begin + j * BLOCK_N
-            stage = filled % STAGES
-            phase = (filled // STAGES) & 1
-            pages = ()  # read together, ahead of the wait: one latency for all of them
-            for i in gl.static_range(BLOCK_N // ROWS):
-                at = n + i * ROWS
-                seen = (at + ROWS > lo) & (at < hi)
-                pages = pages + (gl.load(table + at // PAGE_SIZE, mask=seen, other=num_pages).to(gl.int32),)  # type: ignore[assignment]
-            mbarrier.wait(key_empty.index(stage), phase ^ 1)
-            _fetch(
-                key_plane, key_boxes, key_full.index(stage), pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_K
-            )
-            mbarrier.wait(value_empty.index(stage), phase ^ 1)
-            low_edge = (n < lo) & (lo % ROWS != 0)
-            high_edge = (n + BLOCK_N > hi) & (hi % ROWS != 0)
-            if low_edge | high_edge:
-                _fetch(value_plane, value_boxes, value_edge, pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_V)
-                mbarrier.wait(value_edge, edges & 1)
-                edges += 1
-                if low_edge:
-                    _zero_outside(value_boxes, stage, n, lo, lo, hi, ROWS, BLOCK_N, DIM_V)
-                if high_edge:
-                    _zero_outside(value_boxes, stage, n, hi, lo, hi, ROWS, BLOCK_N, DIM_V)
-                fence_async_shared()
-                mbarrier.arrive(value_full.index(stage))
-            else:
-                full = value_full.index(stage)
-                _fetch(value_plane, value_boxes, full, pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_V)
-            filled += 1
-
-
-@gluon.jit
 def _fetch_rows(
     plane,
     strides,
@@ -147,75 +73,6 @@ def _fetch_rows(
 
 
 @gluon.jit
-def _produce_rows(
-    key_plane,
-    key_strides,
-    value_plane,
-    value_strides,
-    key_boxes,
-    value_boxes,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
-    page_table,
-    page_table_stride,
-    query_start,
-    seq_lens,
-    uniform,
-    batch,
-    query_blocks,
-    num_queries,
-    max_keys,
-    kv_heads,
-    window,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    DIM_K: gl.constexpr,
-    DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """The producer for pages too small for boxes: four warps, each of whose threads copies 16 bytes at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    filled = 0
-    for tile in range(gl.program_id(0), query_blocks * kv_heads, gl.num_programs(0)):
-        b, kv_head, start, num, first, earliest, latest, lo, hi, count = tile_of(
-            tile, query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
-            CAUSAL, WINDOW, BLOCK_Q, BLOCK_N,
-        )  # fmt: skip
-        table = page_table + b.to(gl.int64) * page_table_stride
-        begin = lo // BLOCK_N * BLOCK_N
-        for j in range(count):
-            n = begin + j * BLOCK_N
-            stage = filled % STAGES
-            phase = (filled // STAGES) & 1
-            pages = ()
-            seen = ()
-            for i in gl.static_range(BLOCK_N // ROWS):
-                at = n + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-                inside = (at >= lo) & (at < hi)
-                seen = seen + (inside,)  # type: ignore[assignment]
-                pages = pages + (gl.load(table + at // PAGE_SIZE, mask=inside, other=0).to(gl.int32),)  # type: ignore[assignment]
-            mbarrier.wait(key_empty.index(stage), phase ^ 1)
-            _fetch_rows(
-                key_plane, key_strides, key_boxes, pages, seen, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_K,
-                layout,
-            )  # fmt: skip
-            async_copy.mbarrier_arrive(key_full.index(stage), increment_count=False)
-            mbarrier.wait(value_empty.index(stage), phase ^ 1)
-            _fetch_rows(
-                value_plane, value_strides, value_boxes, pages, seen, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N,
-                DIM_V, layout,
-            )  # fmt: skip
-            async_copy.mbarrier_arrive(value_full.index(stage), increment_count=False)
-            filled += 1
-
-
-@gluon.jit
 def produce(
     key_plane,
     value_plane,
@@ -231,15 +88,7 @@ def produce(
     page_table,
     page_table_stride,
     num_pages,
-    query_start,
-    seq_lens,
-    uniform,
-    batch,
-    query_blocks,
-    num_queries,
-    max_keys,
-    kv_heads,
-    window,
+    sequences,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -251,18 +100,80 @@ def produce(
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
 ):
-    """Fetch the key and value tiles of all of this program's tiles, in the order in which they are consumed."""
-    if BOXES:
-        _produce_boxes(
-            key_plane, value_plane, key_boxes, value_boxes, key_full, key_empty, value_full, value_empty,
-            value_edge, page_table, page_table_stride, num_pages,
-            query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
-            CAUSAL, WINDOW, PAGE_SIZE, ROWS, DIM_K, DIM_V, BLOCK_Q, BLOCK_N, STAGES,
-        )  # fmt: skip
-    else:
-        _produce_rows(
-            key_plane, key_strides, value_plane, value_strides, key_boxes, value_boxes,
-            key_full, key_empty, value_full, value_empty, page_table, page_table_stride,
-            query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window,
-            CAUSAL, WINDOW, PAGE_SIZE, ROWS, DIM_K, DIM_V, BLOCK_Q, BLOCK_N, STAGES,
-        )  # fmt: skip
+    """Fetch the key and value tiles of all of this program's tiles, in the order in which they are consumed.
+
+    BOXES: one warp has the copy engine do it. Without, for pages too small for boxes, each thread of four warps copies
+    16 bytes at a time.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    filled = 0
+    edges = 0
+    _, _, _, _, query_blocks, _, _, kv_heads, _ = sequences
+    for tile in range(gl.program_id(0), query_blocks * kv_heads, gl.num_programs(0)):
+        b, kv_head, start, num, first, earliest, latest, lo, hi, count = tile_of(
+            tile, sequences, CAUSAL, WINDOW, BLOCK_Q, BLOCK_N
+        )
+        table = page_table + b.to(gl.int64) * page_table_stride
+        begin = lo // BLOCK_N * BLOCK_N
+        for j in range(count):
+            n = begin + j * BLOCK_N
+            stage = filled % STAGES
+            phase = (filled // STAGES) & 1
+            pages = ()  # read together, ahead of the wait: one latency for all of them
+            if BOXES:
+                for i in gl.static_range(BLOCK_N // ROWS):
+                    at = n + i * ROWS
+                    seen = (at + ROWS > lo) & (at < hi)
+                    pages = pages + (gl.load(table + at // PAGE_SIZE, mask=seen, other=num_pages).to(gl.int32),)  # type: ignore[assignment]
+                mbarrier.wait(key_empty.index(stage), phase ^ 1)
+                _fetch(
+                    key_plane,
+                    key_boxes,
+                    key_full.index(stage),
+                    pages,
+                    kv_head,
+                    n,
+                    stage,
+                    PAGE_SIZE,
+                    ROWS,
+                    BLOCK_N,
+                    DIM_K,
+                )
+                mbarrier.wait(value_empty.index(stage), phase ^ 1)
+                low_edge = (n < lo) & (lo % ROWS != 0)
+                high_edge = (n + BLOCK_N > hi) & (hi % ROWS != 0)
+                if low_edge | high_edge:
+                    _fetch(
+                        value_plane, value_boxes, value_edge, pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_V
+                    )
+                    mbarrier.wait(value_edge, edges & 1)
+                    edges += 1
+                    if low_edge:
+                        _zero_outside(value_boxes, stage, n, lo, lo, hi, ROWS, BLOCK_N, DIM_V)
+                    if high_edge:
+                        _zero_outside(value_boxes, stage, n, hi, lo, hi, ROWS, BLOCK_N, DIM_V)
+                    fence_async_shared()
+                    mbarrier.arrive(value_full.index(stage))
+                else:
+                    full = value_full.index(stage)
+                    _fetch(value_plane, value_boxes, full, pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_V)
+            else:
+                inside = ()
+                for i in gl.static_range(BLOCK_N // ROWS):
+                    at = n + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+                    seen = (at >= lo) & (at < hi)
+                    inside = inside + (seen,)  # type: ignore[assignment]
+                    pages = pages + (gl.load(table + at // PAGE_SIZE, mask=seen, other=0).to(gl.int32),)  # type: ignore[assignment]
+                mbarrier.wait(key_empty.index(stage), phase ^ 1)
+                _fetch_rows(
+                    key_plane, key_strides, key_boxes, pages, inside, kv_head, n, stage,
+                    PAGE_SIZE, ROWS, BLOCK_N, DIM_K, layout,
+                )  # fmt: skip
+                async_copy.mbarrier_arrive(key_full.index(stage), increment_count=False)
+                mbarrier.wait(value_empty.index(stage), phase ^ 1)
+                _fetch_rows(
+                    value_plane, value_strides, value_boxes, pages, inside, kv_head, n, stage,
+                    PAGE_SIZE, ROWS, BLOCK_N, DIM_V, layout,
+                )  # fmt: skip
+                async_copy.mbarrier_arrive(value_full.index(stage), increment_count=False)
+            filled += 1

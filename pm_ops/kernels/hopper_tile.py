@@ -26,21 +26,18 @@ def _find_sequence(query_start, block, batch, BLOCK_Q: gl.constexpr):
 @gluon.jit
 def tile_of(
     tile,
-    query_start,  # None: every sequence has `uniform` queries
-    seq_lens,
-    uniform,
-    batch,
-    query_blocks,
-    num_queries,
-    max_keys,
-    kv_heads,
-    window,
+    sequences,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """What a tile of the grid is: its sequence, KV head, queries, and the keys [lo, hi) that any of them sees."""
+    """What a tile of the grid is: its sequence, KV head, queries, and the keys [lo, hi) that any of them sees.
+
+    `sequences`: the kernel's arguments of these names, as each part of it hands them on. Without query_start every
+    sequence has `uniform` queries.
+    """
+    query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, kv_heads, window = sequences
     block = query_blocks - 1 - tile // kv_heads  # a sequence's last queries see the most keys: they start first
     if query_start is None:
         blocks = (uniform + BLOCK_Q - 1) // BLOCK_Q
