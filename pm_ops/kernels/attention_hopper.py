@@ -16,7 +16,6 @@ Gluon has no interpreter: what these kernels compute is tested on a GPU only.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..ops._common import plane_view
-from .attention_plan import multiprocessors, queries_of
+from .attention_plan import query_blocks_of
 from .common import LOG2E, on_device
+from .device import is_hopper, multiprocessors
 from .hopper_consume import consume
 from .hopper_produce import produce
 from .hopper_tile import BLOCK_M, COLUMNS
@@ -146,7 +145,7 @@ def able(a: Attention) -> bool:
     """
     q_heads, dim = a.query.shape[1:]
     return (
-        _is_hopper(a.query.device)
+        is_hopper(a.query.device)
         and a.query.dtype in (torch.float16, torch.bfloat16)
         and a.query.dtype == a.key_dtype == a.value_dtype
         and dim in _DIMS
@@ -168,7 +167,7 @@ def takes(a: Attention) -> bool:
     """Whether they should: they can, and there is work for 128 rows a program and half a device of programs."""
     group = a.query.shape[1] // a.kv_heads
     return (
-        queries_of(a) * group >= BLOCK_M.value
+        a.queries_per_sequence * group >= BLOCK_M.value
         and able(a)
         and 2 * _query_blocks(a) * a.kv_heads >= multiprocessors(a.query.device)
     )
@@ -183,12 +182,10 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     block_n = _block_n(dim, a.value_dim)
     rows = min(a.page_size & -a.page_size, 64, block_n)  # a power of two that divides the page
     boxes = rows >= 8
-    num_pages = min(a.key_plane[4], a.value_plane[4])  # of both: the page behind them has to be none of either
-    key_plane, value_plane = ([*plane[:4], num_pages] for plane in (a.key_plane, a.value_plane))
-    keys: Tensor | TensorDescriptor = plane_view(a.buffer, key_plane, a.page_size, a.kv_heads, dim, a.key_dtype)
-    values: Tensor | TensorDescriptor = plane_view(
-        a.buffer, value_plane, a.page_size, a.kv_heads, a.value_dim, a.value_dtype
-    )
+    keys: Tensor | TensorDescriptor
+    values: Tensor | TensorDescriptor
+    keys, values = a.plane_views()
+    num_pages = keys.shape[0]  # the page behind the last has to be none of either plane
     key_strides, value_strides = None, None
     if boxes:
         keys, values = _descriptor(keys, rows), _descriptor(values, rows)
@@ -246,10 +243,8 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
 
 def _query_blocks(a: Attention) -> int:
     tokens, q_heads, _ = a.query.shape
-    block_q, batch = BLOCK_M.value // (q_heads // a.kv_heads), a.seq_lens.shape[0]
-    if a.query_start is None:
-        return batch * -(-(tokens // max(batch, 1)) // block_q)
-    return tokens // block_q + batch + 1
+    block_q = BLOCK_M.value // (q_heads // a.kv_heads)
+    return query_blocks_of(tokens, a.seq_lens.shape[0], a.query_start is not None, block_q)
 
 
 def _block_n(*dims: int) -> int:
@@ -262,8 +257,3 @@ def _descriptor(plane: Tensor, rows: int) -> TensorDescriptor:
     # The stride of an axis of one entry is never used, but the copy engine refuses 0
     strides = [st if size > 1 else view.shape[3] for size, st in zip(view.shape, view.stride(), strict=True)]
     return TensorDescriptor(view, list(view.shape), [*strides[:3], 1], [1, 1, rows, COLUMNS.value], _BOX)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .common import next_power_of_2
+from .device import multiprocessors
 
 if TYPE_CHECKING:
     from ..ops.attention import Attention
@@ -77,7 +77,7 @@ def shape_of(a: Attention) -> Shape:
         dim,
         a.value_dim,
         a.seq_lens.shape[0],
-        4 if a.batch_invariant else queries_of(a),
+        4 if a.batch_invariant else a.queries_per_sequence,
         a.query_start is not None,
         a.page_table.shape[1] * a.page_size,
         a.max_seq_len,
@@ -92,11 +92,6 @@ def shape_of(a: Attention) -> Shape:
         a.value_dtype,
         multiprocessors(a.query.device),
     )
-
-
-def plan(a: Attention) -> Plan:
-    """How a call is cut into programs."""
-    return plan_of(shape_of(a))
 
 
 def plan_of(s: Shape) -> Plan:
@@ -127,10 +122,7 @@ def plan_of(s: Shape) -> Plan:
         block_n //= 2
 
     block_q, head_blocks = block_m // heads, -(-group // heads)
-    if s.ragged:
-        query_blocks = s.tokens // block_q + s.batch + 1
-    else:
-        query_blocks = s.batch * -(-(s.tokens // max(s.batch, 1)) // block_q)
+    query_blocks = query_blocks_of(s.tokens, s.batch, s.ragged, block_q)
     if s.split_keys:
         splits = max(-(-s.keys // s.split_keys), 1)
     else:
@@ -146,11 +138,11 @@ def plan_of(s: Shape) -> Plan:
     )  # fmt: skip
 
 
-def queries_of(a: Attention) -> int:
-    """Queries of a sequence: as many as one may have where that is known, else their mean."""
-    if a.query_start is not None and a.max_query_len:
-        return a.max_query_len
-    return -(-a.query.shape[0] // max(a.seq_lens.shape[0], 1))
+def query_blocks_of(tokens: int, batch: int, ragged: bool, block_q: int) -> int:
+    """Blocks of `block_q` queries, none of two sequences; where these are ragged, as many as there may have to be."""
+    if ragged:
+        return tokens // block_q + batch + 1
+    return batch * -(-(tokens // max(batch, 1)) // block_q)
 
 
 def _dot_dtypes(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -178,11 +170,3 @@ def _packed(a: Attention) -> bool:
 def tile_dim(dim: int, packed: bool = False) -> int:
     """Columns of a tile that holds rows of `dim` elements: a power of two, enough for tl.dot, in halves if packed."""
     return max(next_power_of_2(dim), 32 if packed else 16)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
-    if device.type != "cuda":
-        return 4  # the interpreter: few, so that small tests cover calls with and without splits
-    return torch.cuda.get_device_properties(device).multi_processor_count

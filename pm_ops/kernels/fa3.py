@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..layout import dtype_name
-from ..ops._common import plane_view
+from .device import is_hopper
 
 if TYPE_CHECKING:
     from ..ops.attention import Attention
@@ -146,7 +146,7 @@ def reason(a: Attention) -> str | None:
             a.sinks is None or (a.sinks.dtype == torch.bfloat16 and heads <= 64 and dim == a.value_dim),
             "it takes sinks in bfloat16, for at most 64 heads of equal dims",
         ),
-        (_is_hopper(a.query.device), "its kernels are for compute capability 9.x"),
+        (is_hopper(a.query.device), "its kernels are for compute capability 9.x"),
     )
     for holds, text in rules:
         if not holds:
@@ -171,10 +171,6 @@ def _is_aligned(a: Attention) -> bool:
     )
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def attention(a: Attention) -> tuple[Tensor, Tensor]:
     """`pm_ops::attention` with ``impl="fa3"``. Raises ValueError where :func:`reason` has one."""
     why = reason(a)
@@ -184,14 +180,12 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
         )
     found = library()
     assert isinstance(found, Library)
-    tokens, heads, dim = a.query.shape
+    tokens, heads, _ = a.query.shape
     batch, width = a.page_table.shape
     if not (tokens and batch and width):  # nobody sees a key
         out = a.query.new_zeros((tokens, heads, a.value_dim))
         return out, _finished_lse(a, a.query.new_full((tokens, heads), -torch.inf, dtype=torch.float32))
-    pages = min(a.key_plane[4], a.value_plane[4])
-    key = plane_view(a.buffer, [*a.key_plane[:4], pages], a.page_size, a.kv_heads, dim, a.key_dtype)
-    value = plane_view(a.buffer, [*a.value_plane[:4], pages], a.page_size, a.kv_heads, a.value_dim, a.value_dtype)
+    key, value = a.plane_views()
     query, start = _aligned_rows(a.query), None
     if a.query_start is None:
         query = query.unflatten(0, (batch, tokens // batch))

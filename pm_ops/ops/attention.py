@@ -110,6 +110,23 @@ class Attention:
     batch_invariant: bool = False
     max_seq_len: int = 0
 
+    @property
+    def queries_per_sequence(self) -> int:
+        """As many as one may have where that is known, else their mean."""
+        if self.query_start is not None and self.max_query_len:
+            return self.max_query_len
+        return -(-self.query.shape[0] // max(self.seq_lens.shape[0], 1))
+
+    def plane_views(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as views ``[pages, page_size, kv_heads, dim]``, of the pages that both planes have."""
+        pages = min(self.key_plane[4], self.value_plane[4])
+        key, value = ([*plane[:4], pages] for plane in (self.key_plane, self.value_plane))
+        heads, dim = self.kv_heads, self.query.shape[2]
+        return (
+            plane_view(self.buffer, key, self.page_size, heads, dim, self.key_dtype),
+            plane_view(self.buffer, value, self.page_size, heads, self.value_dim, self.value_dtype),
+        )
+
     def check(self) -> None:
         if torch.is_grad_enabled():
             self._check_no_grad()
@@ -362,9 +379,7 @@ def choose(a: Attention) -> tuple[str, str]:
     """What ``impl="auto"`` takes for this call, and why. It follows from shapes, dtypes and the machine."""
     if a.query.device.type == "cpu":
         return "reference", "the tensors are on the CPU"
-    queries = -(-a.query.shape[0] // max(a.seq_lens.shape[0], 1))
-    if a.query_start is not None and a.max_query_len:
-        queries = a.max_query_len
+    queries = a.queries_per_sequence
     if queries <= FA3_QUERIES:
         return "triton", f"a sequence has {queries} queries, not more than {FA3_QUERIES}"
     if _hopper_takes(a):

@@ -188,6 +188,13 @@ def attention_case(
     )
 
 
+def plan(case: Attention) -> Any:
+    """How a call is cut into programs."""
+    from pm_ops.kernels.attention_plan import plan_of, shape_of
+
+    return plan_of(shape_of(case))
+
+
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of outputs of unit scale, and relative: P is rounded to 16 bits before P @ V, and the output once more."""
 

@@ -10,11 +10,10 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from kernels.cases import CUDA, NAN_BYTE, TOLERANCE, attention_case, check_attention, on_each_device
+from kernels.cases import CUDA, NAN_BYTE, TOLERANCE, attention_case, check_attention, on_each_device, plan
 
 from pm_ops.kernels import attention_plan
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan
 from pm_ops.ops.attention import Attention
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

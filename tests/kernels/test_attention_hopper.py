@@ -194,7 +194,7 @@ ABLE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("change", ABLE)
 def test_what_it_cannot_do(change, monkeypatch):
-    monkeypatch.setattr(attention_hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_hopper, "is_hopper", lambda device: True)
     case = attention_case("cpu", [40], [40], **{**COMMON, **ABLE[change]})
     assert attention_hopper.able(case) == (change == "as it is")
 
@@ -202,13 +202,13 @@ def test_what_it_cannot_do(change, monkeypatch):
 def test_it_leaves_other_devices_and_decode_alone(monkeypatch):
     case = attention_case("cpu", [40, 40], [40, 1], **COMMON)
     assert not attention_hopper.able(case)
-    monkeypatch.setattr(attention_hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_hopper, "is_hopper", lambda device: True)
     assert attention_hopper.takes(dataclasses.replace(case, max_query_len=40))
     assert not attention_hopper.takes(dataclasses.replace(case, max_query_len=1))
 
 
 def test_it_wants_addresses_of_16_bytes(monkeypatch):
-    monkeypatch.setattr(attention_hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_hopper, "is_hopper", lambda device: True)
     case = attention_case("cpu", [40], [40], **COMMON)
     offset, *strides = case.key_plane
     assert not attention_hopper.able(dataclasses.replace(case, key_plane=[offset + 8, *strides]))

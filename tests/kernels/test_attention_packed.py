@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from kernels.cases import attention_case, check_attention, on_each_device
+from kernels.cases import attention_case, check_attention, on_each_device, plan
 from kernels.test_attention import INF, hidden, randn
 
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan
 
 F32, F16, BF16, INT8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

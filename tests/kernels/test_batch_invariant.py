@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.cases import attention_case, check_attention, on_each_device
+from kernels.cases import attention_case, check_attention, on_each_device, plan
 from kernels.test_attention import shapes
 
 from pm_ops.kernels import attention_plan
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan
 from pm_ops.kernels.merge import INVARIANT_SPLITS
 from pm_ops.ops.attention import BATCH_INVARIANT_KEYS, Attention
 

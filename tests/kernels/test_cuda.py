@@ -7,10 +7,9 @@ import dataclasses
 import oracle
 import pytest
 import torch
-from kernels.cases import NAN_BYTE, attention_case, check_attention
+from kernels.cases import NAN_BYTE, attention_case, check_attention, plan
 
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan
 from pm_ops.kernels.merge import merge_attention
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
 from pm_ops.kernels.store import load_kv, store_kv

@@ -128,7 +128,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> FakeLibrary:
     """A library on a Hopper card, as far as the CPU can tell."""
     library = FakeLibrary()
     monkeypatch.setattr(fa3, "_found", fa3.Library(library, has_sinks=True))
-    monkeypatch.setattr(fa3, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(fa3, "is_hopper", lambda device: True)
     return library
 
 
@@ -216,7 +216,7 @@ def test_planes_that_are_not_aligned_are_refused(fake: FakeLibrary) -> None:
 
 
 def test_another_card_is_refused(fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa3, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(fa3, "is_hopper", lambda device: False)
     assert fa3.reason(case_of("cpu", lens=[13], queries=1)) == "its kernels are for compute capability 9.x"
 
 
@@ -227,7 +227,7 @@ def test_another_card_is_refused(fake: FakeLibrary, monkeypatch: pytest.MonkeyPa
 def nothing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process that has not looked yet, on a machine without any."""
     monkeypatch.setattr(fa3, "_found", None)
-    monkeypatch.setattr(fa3, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(fa3, "is_hopper", lambda device: True)
     monkeypatch.delenv("PM_OPS_FA3", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr(fa3.importlib.util, "find_spec", lambda name: None)
@@ -323,7 +323,7 @@ def test_vllms_operator_gets_each_argument_in_its_place(monkeypatch: pytest.Monk
         library.define(FA3_SCHEMAS[0])
         library.impl("fwd", fwd, "CPU")
         monkeypatch.setattr(fa3, "_found", None)
-        monkeypatch.setattr(fa3, "_is_hopper", lambda device: True)
+        monkeypatch.setattr(fa3, "is_hopper", lambda device: True)
         assert fa3.library() == fa3.Library(fa3.vllm_forward, True)  # loaded already: no file is looked for
         sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).to(BF16)
         case = case_of("cpu", lens=[9, 12], queries=[1, 5], page_size=64, softcap=2.0, sinks=sinks)

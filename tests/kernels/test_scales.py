@@ -7,13 +7,12 @@ import dataclasses
 import oracle
 import pytest
 import torch
-from kernels.cases import NAN_BYTE, Pages, attention_case, check_attention, check_bytes, on_each_device, pages
+from kernels.cases import NAN_BYTE, Pages, attention_case, check_attention, check_bytes, on_each_device, pages, plan
 from kernels.test_rope import rope_case, to, unfused
 from kernels.test_store import some_slots
 
 from pm_ops import PagePool, page_major, token_major
 from pm_ops.kernels.attention import attention
-from pm_ops.kernels.attention_plan import plan
 from pm_ops.kernels.pages import copy_slots
 from pm_ops.kernels.rope import rope_store_kv
 from pm_ops.kernels.store import load_kv, store_kv
