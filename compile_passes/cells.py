@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pm_ops import PagePool
+from pm_ops.ops._common import bits
 
 from .forms import CachePlane
 
@@ -23,7 +24,7 @@ class Cells:
 
     def __init__(self, pool: PagePool, plane: CachePlane, page_table: Tensor | None) -> None:
         self.plane = plane
-        self._cells = _bits(pool.view(plane.layer, plane.kind))
+        self._cells = bits(pool.view(plane.layer, plane.kind))
         if plane.paged:
             assert page_table is not None
             slots = page_table.long()[:, :, None] * plane.page_size + torch.arange(plane.page_size, device=pool.device)
@@ -49,10 +50,5 @@ class Cells:
         """The cache as integers, its token axes first: ``[..., heads, dim]``."""
         plane = self.plane
         flat = torch.empty(0, dtype=plane.dtype, device=storage.device).set_(storage)
-        cache = _bits(flat.as_strided(plane.shape, plane.stride, plane.storage_offset))
+        cache = bits(flat.as_strided(plane.shape, plane.stride, plane.storage_offset))
         return cache.transpose(1, 2) if plane.form == "BHSD" else cache
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The same bytes as integers, so that copies keep them as they are, fp8 and NaN included."""
-    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])

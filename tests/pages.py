@@ -1,14 +1,16 @@
 """Layouts of every kind and pools of random bytes, for the tests of what carries whole pages."""
 
+from dataclasses import replace
+
 import torch
 
 import pm_ops
 from pm_ops import PageLayout, PagePool, Plane
 from pm_ops.testing import fill_random
 
-STATES = PageLayout(
+MIXED = PageLayout(
     page_size=3,
-    page_bytes=424,
+    page_bytes=416,
     planes=(
         Plane(0, "key", 0, 16, 8, (2, 4), torch.float16),
         Plane(0, "value", 48, 24, 8, (3, 2), torch.float32),
@@ -17,8 +19,13 @@ STATES = PageLayout(
         Plane(1, "conv", 240, None, 8, (3, 4), torch.bfloat16),
         Plane(1, "ssm", 272, None, 32, (2, 4, 2), torch.float32),
         Plane(2, "state", 344, None, 1, (5,), torch.uint8),
-        Plane(0, "state", 352, None, 64, (1, 16), torch.float32),
     ),
+    name="mixed",
+)
+STATES = replace(
+    MIXED,
+    page_bytes=424,
+    planes=(*MIXED.planes, Plane(0, "state", 352, None, 64, (1, 16), torch.float32)),
     name="states",
 )
 LAYOUTS = {

@@ -6,25 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from pages import MIXED
 
 import pm_ops
 from pm_ops import PageLayout, PagePool, Plane
 from pm_ops.testing import fill_random, page_bytes, slot_bytes, writes_only
 
-MIXED = PageLayout(
-    page_size=3,
-    page_bytes=416,
-    planes=(
-        Plane(0, "key", 0, 16, 8, (2, 4), torch.float16),
-        Plane(0, "value", 48, 24, 8, (3, 2), torch.float32),
-        Plane(0, "key_scale", 120, 8, 4, (2, 1), torch.float32),
-        Plane(1, "latent", 144, 32, 32, (1, 24), torch.float8_e4m3fn),
-        Plane(1, "conv", 240, None, 8, (3, 4), torch.bfloat16),
-        Plane(1, "ssm", 272, None, 32, (2, 4, 2), torch.float32),
-        Plane(2, "state", 344, None, 1, (5,), torch.uint8),
-    ),
-    name="mixed",
-)
 LAYOUTS = {
     "page_major": pm_ops.page_major(2, 2, 4, 3, torch.bfloat16, value_dim=6),
     "token_major": pm_ops.token_major(2, 1, 3, 4, torch.float16),

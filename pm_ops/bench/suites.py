@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._common import bits
 from .cases import ATTENTION_SUITES, AttentionShape, PagesShape, RopeShape, StoreShape, shapes
 from .implementation import Bound, Implementation
 from .memory import PAGE_MAJOR
@@ -209,8 +210,7 @@ def _write(work: PagesWork, layout: str, ids: Tensor, rows: Tensor) -> None:
 
 def _share(got: Tensor, right: Tensor) -> float:
     """Which share of the elements differs, by their bytes."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.dtype.itemsize]
-    return float((got.view(kind) != right.view(kind)).float().mean())
+    return float((bits(got) != bits(right)).float().mean())
 
 
 def _bytes_error(wrong: float, untouched: bool) -> Error:

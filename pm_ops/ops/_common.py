@@ -29,7 +29,7 @@ CHECKS = os.environ.get("PM_OPS_CHECKS", "0") not in ("", "0")
 
 _LIBRARY = torch.library.Library("pm_ops", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arguments(Protocol):

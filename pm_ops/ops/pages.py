@@ -55,6 +55,15 @@ def page_view(buffer: Tensor, region: Sequence[int]) -> Tensor:
     return buffer.as_strided((num_pages, page_bytes), (page_stride, 1), buffer.storage_offset() + base)
 
 
+def run_view(
+    buffer: Tensor, region: Sequence[int], page_size: int, offset: int, token_stride: int, nbytes: int
+) -> Tensor:
+    """A run of every slot as uint8 ``[num_pages, page_size, nbytes]``, a view."""
+    base, page_stride, _, num_pages = region
+    start = buffer.storage_offset() + base + offset
+    return buffer.as_strided((num_pages, page_size, nbytes), (page_stride, token_stride, 1), start)
+
+
 @dataclass(slots=True)
 class CopyPages:
     """Arguments of ``pm_ops::copy_pages``: page ``src[i]`` onto ``dst[i]``, all read before one is written.
@@ -237,10 +246,8 @@ class CopySlots:
 def _copy_slots_cpu(a: CopySlots) -> None:
     kept = (a.src >= 0) & (a.dst >= 0)
     src, dst = a.src[kept], a.dst[kept]
-    base, page_stride, _, num_pages = a.region
     for offset, token_stride, nbytes in a.runs.tolist():
-        start = a.buffer.storage_offset() + base + offset
-        cells = a.buffer.as_strided((num_pages, a.page_size, nbytes), (page_stride, token_stride, 1), start)
+        cells = run_view(a.buffer, a.region, a.page_size, offset, token_stride, nbytes)
         cells[dst // a.page_size, dst % a.page_size] = cells[src // a.page_size, src % a.page_size]
 
 

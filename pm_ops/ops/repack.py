@@ -24,7 +24,7 @@ from ._common import (
     require_indices,
     require_values,
 )
-from .pages import require_region
+from .pages import require_region, run_view
 
 
 def _require_enough(name: str, count: int, page_size: int, tokens: int) -> None:
@@ -101,15 +101,6 @@ class RepackPages:
             raise ValueError("source and target share memory, so that bytes could be written before they are read")
 
 
-def _cells(
-    buffer: Tensor, region: Sequence[int], page_size: int, offset: int, token_stride: int, nbytes: int
-) -> Tensor:
-    """A run of every slot as uint8 ``[num_pages, page_size, nbytes]``, a view."""
-    base, page_stride, _, num_pages = region
-    start = buffer.storage_offset() + base + offset
-    return buffer.as_strided((num_pages, page_size, nbytes), (page_stride, token_stride, 1), start)
-
-
 def _repack_pages_cpu(a: RepackPages) -> None:
     a.check_apart()
     token = torch.arange(a.tokens)
@@ -119,12 +110,12 @@ def _repack_pages_cpu(a: RepackPages) -> None:
     first = token % a.src_page_size == 0  # the token with which a page's states go
     for src_offset, src_stride, dst_offset, dst_stride, nbytes in a.runs.tolist():
         if src_stride == dst_stride == 0:
-            source = _cells(a.source, a.src_region, 1, src_offset, 0, nbytes)
-            target = _cells(a.target, a.dst_region, 1, dst_offset, 0, nbytes)
+            source = run_view(a.source, a.src_region, 1, src_offset, 0, nbytes)
+            target = run_view(a.target, a.dst_region, 1, dst_offset, 0, nbytes)
             target[dst[first]] = source[src[first]]
         else:
-            source = _cells(a.source, a.src_region, a.src_page_size, src_offset, src_stride, nbytes)
-            target = _cells(a.target, a.dst_region, a.dst_page_size, dst_offset, dst_stride, nbytes)
+            source = run_view(a.source, a.src_region, a.src_page_size, src_offset, src_stride, nbytes)
+            target = run_view(a.target, a.dst_region, a.dst_page_size, dst_offset, dst_stride, nbytes)
             target[dst, token % a.dst_page_size] = source[src, token % a.src_page_size]
 
 
