@@ -13,6 +13,8 @@ import torch
 
 from .implementation import Bound
 
+_CACHE = 1 << 28  # bytes, several times any L2 cache
+
 
 class Clock:
     """Times calls on one device; ``quick`` takes fewer samples."""
@@ -32,11 +34,43 @@ class Clock:
         samples = min(max(int((0.02 if self.quick else 0.2) / max(once, 1e-9)), 5), 1000)
         return 1e6 * median(_seconds(run) for _ in range(samples))
 
-    def host_us(self, run: Callable[[], Any]) -> float:
-        """Median time that the calling thread spends in a call, warm, with the device's queue far from full."""
+    def apart_us(self, run: Callable[[], Any], finish: Callable[[], Any] = lambda: None) -> float:
+        """The same where a call starts work on streams of its own: each begins when nothing is left to do.
+
+        It ends when the current stream goes on, which need not be when all of that work is done; ``finish``, not timed,
+        sees to the rest.
+        """
+        if self.device.type != "cuda":
+            us = self.median_us(run)
+            finish()
+            return us
+        cache = torch.empty(_CACHE, dtype=torch.uint8, device=self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         run()
+        samples: list[float] = []
+        start = time.perf_counter()
+        while len(samples) < 3 or (len(samples) < 100 and time.perf_counter() - start < (0.1 if self.quick else 0.3)):
+            finish()
+            self.wait()
+            cache.zero_()
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end))
+        finish()
+        self.wait()
+        return 1e3 * median(samples)
+
+    def host_us(self, run: Callable[[], Any], apart: bool = False) -> float:
+        """Median time that the calling thread spends in a call, warm, with the device's queue far from full.
+
+        ``apart``: with nothing in that queue.
+        """
+        run()
+        self.wait()
         once = _seconds(run)
-        calls = max(min(50, int(0.01 / max(once, 1e-9))), 1)
+        calls = 1 if apart else max(min(50, int(0.01 / max(once, 1e-9))), 1)
         rounds = 5 if self.quick else 30
         samples = []
         for _ in range(rounds):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pm_ops import cli
-from pm_ops.bench.clock import captured, fastest
+from pm_ops.bench.clock import Clock, captured, fastest
 from pm_ops.bench.implementation import Bound
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +30,31 @@ def test_a_captured_call_replays_into_the_same_result() -> None:
     result = replayed.run()
     assert result is replayed.out
     torch.testing.assert_close(result.cpu(), torch.full((4,), 6.0))
+
+
+def test_transfers_and_their_limits_are_measured(tmp_path: Path) -> None:
+    options = ["--quick", "--suite", "transfer", "--impl", "pm_ops,torch_staged", "--jobs", "0", "--out", str(tmp_path)]
+    assert cli.main(["bench", *options]) == 0
+    (path,) = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["rel_err"] == 0 for row in rows if row["suite"] == "transfer")
+    assert sum("pinned host memory" in row["case"] for row in rows if row["suite"] == "limits") == 3
+
+
+def test_a_call_that_begins_work_elsewhere_is_timed_until_the_current_stream_goes_on() -> None:
+    clock, side = Clock(torch.device("cuda", torch.cuda.current_device()), quick=True), torch.cuda.Stream()
+    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+
+    def run(wait: bool) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(8):
+                x.zero_()
+        if wait:
+            torch.cuda.current_stream().wait_stream(side)
+
+    whole, started = clock.apart_us(lambda: run(True)), clock.apart_us(lambda: run(False))
+    assert whole > 4 * started  # 8 GiB written, against a few launches
 
 
 def test_the_faster_way_is_found() -> None:
