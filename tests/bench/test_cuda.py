@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from pm_ops import cli
+from pm_ops.bench.baseline import Torch
 from pm_ops.bench.clock import Clock, captured, fastest
 from pm_ops.bench.implementation import Bound
+from pm_ops.bench.limits import measure_limits
+from pm_ops.bench.ours import PmOps, PmOpsByLayer
+from pm_ops.bench.progress import Progress
+from pm_ops.bench.results import Results
+from pm_ops.bench.runner import Runner
+from pm_ops.bench.suites import transfer_case
+from pm_ops.bench.transfer_cases import TransferShape
+from pm_ops.bench.transfer_torch import TorchStaged
 
 pytestmark = pytest.mark.gpu
 
@@ -32,13 +41,22 @@ def test_a_captured_call_replays_into_the_same_result() -> None:
     torch.testing.assert_close(result.cpu(), torch.full((4,), 6.0))
 
 
-def test_transfers_and_their_limits_are_measured(tmp_path: Path) -> None:
-    options = ["--quick", "--suite", "transfer", "--impl", "pm_ops,torch_staged", "--jobs", "0", "--out", str(tmp_path)]
-    assert cli.main(["bench", *options]) == 0
-    (path,) = tmp_path.glob("*.json")
-    rows = json.loads(path.read_text())["rows"]
-    assert all(row["rel_err"] == 0 for row in rows if row["suite"] == "transfer")
-    assert sum("pinned host memory" in row["case"] for row in rows if row["suite"] == "limits") == 3
+def test_everyone_waits_for_the_pages_that_cross() -> None:
+    """Checks read in stream order behind each call. The pages are large enough that bytes on their way would show."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    results, clock = Results({}), Clock(device, quick=True)
+    runner = Runner([PmOps(), PmOpsByLayer(), Torch(device), TorchStaged()], clock, results, Progress(0, bar=False))
+    for verb in ("offload", "restore", "both ways", "first layer", "last layer"):
+        runner.run([transfer_case("transfer", TransferShape(verb, verb, 64, 160, layers=4, page_size=64))])
+    assert results.failures == [] and all(row["rel_err"] == 0 for row in results.rows)
+    assert len(results.rows) == 3 * 5 + 2 * 6, results.notes
+
+
+def test_pinned_copies_are_limits_one_way_and_both_ways() -> None:
+    results = Results({})
+    measure_limits(Clock(torch.device("cuda", torch.cuda.current_device()), quick=True), results)
+    to, back, both = (row["gb_s"] for row in results.rows if "pinned host memory" in row["case"])
+    assert results.failures == [] and max(to, back) < both < 2.1 * max(to, back)
 
 
 def test_a_call_that_begins_work_elsewhere_is_timed_until_the_current_stream_goes_on() -> None:
