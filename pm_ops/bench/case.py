@@ -33,7 +33,9 @@ class Case:
     """Whether it is timed as the replay of a CUDA graph."""
     tolerance: float
     apart: bool = False
-    """Whether each call that is timed begins on an idle device: what runs on streams of its own would overlap."""
+    """Whether nothing may be left of a call when the next is made: what runs on streams of its own would overlap."""
+    idle: bool = False
+    """Whether such a call is made on an idle device, so that all that the host does counts."""
 
     @property
     def title(self) -> str:

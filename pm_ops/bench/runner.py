@@ -92,7 +92,7 @@ class Runner:
             return self.clock.host_us(bound.run, case.apart)
         if not case.apart:
             return self.clock.median_us(bound.run)
-        return self.clock.apart_us(bound.run, bound.finish or (lambda: None))
+        return self.clock.apart_us(bound.run, bound.finish or (lambda: None), idle=case.idle)
 
     @property
     def _cuda(self) -> bool:

@@ -30,6 +30,7 @@ def transfer_case(suite: str, shape: TransferShape) -> Case:
         graph=False,
         tolerance=0.0,
         apart=True,
+        idle=kind == "prefix",
     )
 
 

@@ -1,6 +1,7 @@
 """``pm-ops bench`` on a GPU: graphs, events, limits, processes that compile."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,18 @@ def test_a_call_that_begins_work_elsewhere_is_timed_until_the_current_stream_goe
 
     whole, started = clock.apart_us(lambda: run(True)), clock.apart_us(lambda: run(False))
     assert whole > 4 * started  # 8 GiB written, against a few launches
+
+
+def test_what_the_host_does_counts_only_where_the_device_is_idle() -> None:
+    clock, x = Clock(torch.device("cuda", torch.cuda.current_device()), quick=True), torch.empty(8, device="cuda")
+
+    def run() -> None:
+        until = time.perf_counter() + 0.0004
+        while time.perf_counter() < until:
+            pass
+        x.zero_()
+
+    assert clock.apart_us(run) < 200 and clock.apart_us(run, idle=True) > 400
 
 
 def test_the_faster_way_is_found() -> None:

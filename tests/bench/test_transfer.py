@@ -151,6 +151,7 @@ def test_kinds_units_and_clocks() -> None:
     every = {case.name: case for case in cases("transfer", torch.device("cuda"), False)}
     assert {case.kind for case in every.values()} == {"transfer", "prefix", "repack", "host transfer"}
     assert all(case.apart is (case.kind != "repack") and not case.graph for case in every.values())
+    assert all(case.idle is (case.kind == "prefix") for case in every.values())
     assert all((case.unit is None) is case.name.startswith("host time") for case in every.values())
 
 
