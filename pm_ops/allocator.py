@@ -46,11 +46,6 @@ class PageAllocator:
             self._counts[page] = 1
         return pages
 
-    def require_owned(self, pages: Iterable[int], verb: str) -> None:
-        """Raise RuntimeError for a page that nobody owns: "cannot {verb} page 3"."""
-        for page in pages:
-            self._owned(page, verb)
-
     def retain(self, pages: Iterable[int]) -> None:
         """One more owner for each page (a shared prefix). Raises RuntimeError for a page nobody owns."""
         pages = [self._owned(p, "retain") for p in pages]

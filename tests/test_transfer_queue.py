@@ -242,15 +242,17 @@ def test_a_full_pool_is_refused_without_waiting(log) -> None:
 def test_a_page_is_not_freed_twice_in_flight(log) -> None:
     _, host = delayed(log)
     saved = host.offload([0, 1])
-    host.pool.allocator.retain(saved.pages[:1])
+    host.pool.allocator.retain([0])
     host.free(saved.pages)
-    with pytest.raises(RuntimeError, match="freed 1 times, with 0 owners"):
-        host.free(saved.pages)
-    host.free(saved.pages[:1])
-    with pytest.raises(RuntimeError, match="cannot restore"):
-        saved.synchronize()
-        host.free([])
-        host.restore(saved.pages, [3, 4])
+    with pytest.raises(RuntimeError, match="cannot free host page 0 2 times: it has 1 owner"):
+        host.free([0, 0])
+    host.free([0])
+    for call in (lambda: host.free([0]), lambda: host.restore([1], [3])):
+        with pytest.raises(RuntimeError, match="it has 0 owners"):
+            call()
+    assert not saved.done() and host.pool.allocator.num_free == 6
+    saved.synchronize()
+    host.free([])
     assert host.pool.allocator.num_free == 8
 
 
