@@ -48,10 +48,6 @@ class PageAllocator:
             self._counts[page] = 1
         return pages
 
-    def require_owned(self, pages: Iterable[int], verb: str) -> None:
-        """Raise RuntimeError for a page that nobody owns: "cannot {verb} page 3"."""
-        self._all_owned(pages, verb)
-
     def retain(self, pages: Iterable[int]) -> None:
         """One more owner for each page (a shared prefix). Raises RuntimeError for a page nobody owns."""
         for page in self._all_owned(pages, "retain"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -117,10 +117,10 @@ class HostPool:
         targets = checked_pages(self._in.target, page_ids, distinct=True)
         if len(sources) != len(targets):
             raise ValueError(f"{counted(len(sources), 'host page')} for {len(targets)} of the pool; they go in pairs")
-        self.pool.allocator.require_owned(sources, "restore")
+        self._settle()
+        self._require_owned(dict.fromkeys(sources, 1), "restore")
         transfer = self._in.prepare(sources, targets, by_layer=by_layer, impl=impl, progress=progress)
         transfer.pages = transfer.source_pages
-        self._settle()
         missing = self._unwritten.intersection(sources)
         if missing:
             raise ValueError(f"host page {min(missing)} was never written: its offload was cancelled")
@@ -135,8 +135,12 @@ class HostPool:
         """
         ids = checked_pages(self.pool, pages)
         self._settle()
-        if self._active:
-            self._hold(Counter(ids))
+        times = Counter(ids)
+        self._require_owned(times, "free")
+        for transfer in self._active:  # becomes an owner of what it uses
+            more = times.keys() & set(transfer.pages) - transfer.held
+            self.pool.allocator.retain(more)
+            transfer.held |= more
         self.pool.allocator.free(ids)
         self._unwritten.difference_update(ids)
 
@@ -145,9 +149,8 @@ class HostPool:
         allocator, count = self.pool.allocator, len(page_ids)
         if count > allocator.num_free:
             self._settle()
-            held = Counter(page for transfer in self._active for page in transfer.held)
-            waiting = [page for page, times in held.items() if times == allocator.refcount(page)]
-            if count <= allocator.num_free + len(waiting):
+            waiting = sum(allocator.refcount(page) == times for page, times in self._held().items())
+            if count <= allocator.num_free + waiting:
                 while count > allocator.num_free:
                     next(transfer for transfer in self._active if transfer.held).synchronize()
                     self._settle()
@@ -165,20 +168,18 @@ class HostPool:
         transfer.queue.submit(transfer, after)
         return transfer
 
-    def _hold(self, times: Counter[int]) -> None:
-        """What is on its way becomes an owner of the host pages it uses, of those that are about to be freed."""
-        allocator = self.pool.allocator
-        held = Counter(page for transfer in self._active for page in transfer.held)
+    def _require_owned(self, times: Mapping[int, int], verb: str) -> None:
+        """Raise RuntimeError for a host page with fewer owners than this, not counting transfers."""
+        held = self._held()
         for page, count in times.items():
-            owners = allocator.refcount(page) - held[page]
+            owners = self.pool.allocator.refcount(page) - held[page]
             if count > owners:
-                raise RuntimeError(
-                    f"cannot free host page {page}: freed {count} times, with {counted(owners, 'owner')}"
-                )
-        for transfer in self._active:
-            more = times.keys() & set(transfer.pages) - transfer.held
-            allocator.retain(more)
-            transfer.held |= more
+                often = f" {count} times" if count > 1 else ""
+                raise RuntimeError(f"cannot {verb} host page {page}{often}: it has {counted(owners, 'owner')}")
+
+    def _held(self) -> Counter[int]:
+        """How many transfers own a host page that was freed in flight."""
+        return Counter(page for transfer in self._active for page in transfer.held)
 
     def _settle(self) -> None:
         """Notice what has arrived, and give up what it held."""
