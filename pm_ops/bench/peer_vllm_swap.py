@@ -67,21 +67,13 @@ class VLLMSwapTriton(VLLMSwap):
 
 
 def _bind(work: TransferWork, layout: str, swap: Swap) -> Callable[[], None]:
-    device, host = work.sides(layout)
-    offload = _Job(device, host, work.src, work.spare, swap, any_order=False)
-    restore = _Job(host, device, work.saved, work.dst, swap, any_order=True)
+    (device, host), verb, jobs = work.sides(layout), work.shape.verb, []
+    if verb in ("offload", "both ways"):
+        jobs.append(_Job(device, host, work.src, work.spare, swap, any_order=False))
+    if verb != "offload":
+        jobs.append(_Job(host, device, work.saved, work.dst, swap, any_order=True))
     streams = Two(work.pool.device)
-    if work.shape.verb == "both ways":
-        return lambda: streams.run(offload, restore)
-    job = offload if work.shape.verb == "offload" else restore
-
-    def run() -> None:
-        streams.begin()
-        with streams.on(0):
-            job()
-        streams.end()
-
-    return run
+    return lambda: streams.run(*jobs)
 
 
 class _Job:
@@ -94,11 +86,9 @@ class _Job:
             (torch.tensor([part.data_ptr() for part in side])[:, None], side.stride(1), ids)
             for side, ids in ((source, src), (target, dst))
         )
-        pinned = source.is_cuda or target.is_cuda
-        size = (2, len(source), len(src))
-        self.addresses = torch.empty(size, dtype=torch.int64, pin_memory=pinned)
-        self.sizes = torch.full(size[1:], source.shape[2], dtype=torch.int64).flatten()
-        self.sizes = self.sizes.pin_memory() if pinned else self.sizes
+        pinned, count = source.is_cuda or target.is_cuda, len(source) * len(src)
+        self.addresses = torch.empty(2, len(source), len(src), dtype=torch.int64, pin_memory=pinned)
+        self.sizes = torch.empty(count, dtype=torch.int64, pin_memory=pinned).fill_(source.shape[2])
         self.swap, self.any_order = swap, any_order
 
     def __call__(self) -> None:

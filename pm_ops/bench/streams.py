@@ -14,10 +14,10 @@ class Two:
     def __init__(self, device: torch.device) -> None:
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
-    def run(self, first: Callable[[], object], second: Callable[[], object]) -> None:
-        """Each on a stream of its own, behind what is on the current one."""
+    def run(self, *calls: Callable[[], object]) -> None:
+        """One or two, each on a stream of its own, behind what is on the current one."""
         self.begin()
-        for number, work in enumerate((first, second)):
+        for number, work in enumerate(calls):
             with self.on(number):
                 work()
         self.end()

@@ -72,7 +72,8 @@ def _check_transfer(bound: Bound, work: TransferWork, layout: str) -> Error:
         arrived = first[at]
         if bound.finish is not None:
             bound.finish()
-        _finish(device.device)
+        if device.is_cuda:
+            torch.cuda.synchronize(device.device)
         wrong = _share(arrived, first[at])  # what comes later is compared with what is right below
     if verb in ("offload", "both ways"):
         sent = right_device[:, _ids(work.src, device)]
@@ -95,11 +96,6 @@ def _check_repack(bound: Bound, work: RepackWork, layout: str) -> Error:
 
 def _ids(ids: list[int], like: Tensor) -> Tensor:
     return torch.tensor(ids, device=like.device)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _share(got: Tensor, right: Tensor) -> float:
