@@ -41,31 +41,28 @@ class PageAllocator:
             raise RuntimeError(
                 f"out of pages: {n} asked for, {len(self._free)} of {self.num_pages} free; free some first"
             )
-        cut = len(self._free) - n
-        pages = self._free[cut:][::-1]
-        del self._free[cut:]
+        pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._counts[page] = 1
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more owner for each page (a shared prefix). Raises RuntimeError for a page nobody owns."""
-        for page in self._all_owned(pages, "retain"):
+        pages = [self._owned(p, "retain") for p in pages]
+        for page in pages:
             self._counts[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
         """One owner less for each page; without owners it is free again. A double free raises RuntimeError."""
-        pages = self._all_owned(pages, "free")
-        if len(set(pages)) < len(pages):
-            for page, times in Counter(pages).items():
-                if times > self._counts[page]:
-                    owners = counted(self._counts[page], "owner")
-                    raise RuntimeError(f"page {page} freed {times} times at once, but has {owners}")
-        counts, free = self._counts, self._free
+        pages = [self._owned(p, "free") for p in pages]
+        for page, times in Counter(pages).items():
+            if times > self._counts[page]:
+                owners = counted(self._counts[page], "owner")
+                raise RuntimeError(f"page {page} freed {times} times at once, but has {owners}")
         for page in pages:
-            counts[page] -= 1
-            if not counts[page]:
-                free.append(page)
+            self._counts[page] -= 1
+            if self._counts[page] == 0:
+                self._free.append(page)
 
     def writable(self, page: int) -> int:
         """The page itself if it has one owner; else a new page, taken over from it (copy-on-write).
@@ -83,14 +80,6 @@ class PageAllocator:
         if not 0 <= page < self.num_pages:
             raise ValueError(f"page {page} is outside this allocator's pages 0 to {self.num_pages - 1}")
         return page
-
-    def _all_owned(self, pages: Iterable[int], verb: str) -> list[int]:
-        """The pages as a list. Thousands are freed at a time: only where one is wrong are they looked at one by one."""
-        pages = list(pages)
-        if pages and (min(pages) < 0 or max(pages) >= self.num_pages or not all(map(self._counts.__getitem__, pages))):
-            for page in pages:
-                self._owned(page, verb)
-        return pages
 
     def _owned(self, page: int, verb: str) -> int:
         if self._counts[self._checked(page)] == 0:

@@ -12,38 +12,41 @@ from torch import Tensor
 
 
 class Runs(NamedTuple):
-    """Where the bytes lie: int64 CPU tensors of one length, offsets from the first byte of each buffer."""
+    """Bytes to copy: int64 CPU tensors of one length, of addresses and sizes."""
 
     source: Tensor
     target: Tensor
     nbytes: Tensor
 
 
-def copy_runs(source: Tensor, target: Tensor, runs: Runs, stream: torch.cuda.Stream | None) -> None:
-    """Copy runs that do not overlap, on a stream of a GPU that one of the buffers is on, else at once.
+def copy_runs(
+    source: Tensor, target: Tensor, runs: Runs, first: int, last: int, stream: torch.cuda.Stream | None
+) -> None:
+    """Copy the runs ``first`` to ``last``, which do not overlap; on a stream of a GPU that has one of the buffers.
 
     On CUDA all runs are one call of ``cuMemcpyBatchAsync`` where the driver has it (CUDA 12.8 on), else one copy each.
 
     Args:
-        source, target: 1-D uint8 buffers, pinned where they are on the CPU and there is a stream.
+        source, target: the 1-D uint8 buffers in which the runs lie; one on the CPU is pinned where there is a stream.
+        stream: None where both are on the CPU; the copies have been made when the call returns.
 
     Raises:
         RuntimeError: the driver refused the copies.
     """
-    if stream is None:
-        _one_by_one(source, target, runs)
-        return
-    batch = _batch_call()
-    with torch.cuda.device(stream.device):
-        if batch is not None:
-            batch(runs.source + source.data_ptr(), runs.target + target.data_ptr(), runs.nbytes, stream)
-        else:
-            with torch.cuda.stream(stream):
-                _one_by_one(source, target, runs)
+    batch = _batch_call() if stream is not None else None
+    if batch is None or stream is None:
+        with torch.cuda.stream(stream):
+            _one_by_one(source, target, runs, slice(first, last))
+    elif torch.cuda.current_device() == stream.device_index:
+        batch(runs, first, last, stream)
+    else:
+        with torch.cuda.device(stream.device):
+            batch(runs, first, last, stream)
 
 
-def _one_by_one(source: Tensor, target: Tensor, runs: Runs) -> None:
-    for begin, to, nbytes in zip(*(column.tolist() for column in runs), strict=True):
+def _one_by_one(source: Tensor, target: Tensor, runs: Runs, rows: slice) -> None:
+    offsets = runs.source[rows] - source.data_ptr(), runs.target[rows] - target.data_ptr(), runs.nbytes[rows]
+    for begin, to, nbytes in zip(*(column.tolist() for column in offsets), strict=True):
         target[to : to + nbytes].copy_(source[begin : begin + nbytes], non_blocking=True)
 
 
@@ -62,8 +65,8 @@ _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM; with ANY a source is 
 
 
 @functools.cache
-def _batch_call() -> Callable[[Tensor, Tensor, Tensor, torch.cuda.Stream], None] | None:
-    """``cuMemcpyBatchAsync`` with tensors of addresses and bytes; None where the driver has none.
+def _batch_call() -> Callable[[Runs, int, int, torch.cuda.Stream], None] | None:
+    """``cuMemcpyBatchAsync`` of some of the runs; None where the driver has none.
 
     Looked up by the version of its signature, which CUDA 13 changed, so that any driver gives the one that is called.
     It takes no legacy default stream, which the streams of torch's pool never are.
@@ -83,12 +86,13 @@ def _batch_call() -> Callable[[Tensor, Tensor, Tensor, torch.cuda.Stream], None]
     )(address.value)  # fmt: skip
     attributes, applies_from = _Attributes(source_access_order=_IN_STREAM_ORDER), size(0)
 
-    def batch(source: Tensor, target: Tensor, nbytes: Tensor, stream: torch.cuda.Stream) -> None:
+    def batch(runs: Runs, first: int, last: int, stream: torch.cuda.Stream) -> None:
         wrong = size(0)
-        lists = target.data_ptr(), source.data_ptr(), nbytes.data_ptr(), len(nbytes)
+        source, target, nbytes = (column.data_ptr() + column.itemsize * first for column in runs)
         of_all = ctypes.byref(attributes), ctypes.byref(applies_from), 1
-        error = call(*lists, *of_all, ctypes.byref(wrong), stream.cuda_stream)
+        error = call(target, source, nbytes, last - first, *of_all, ctypes.byref(wrong), stream.cuda_stream)
         if error:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {error} at copy {wrong.value} of {lists[3]}")
+            where = f"at copy {wrong.value} of {last - first}"
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {error} {where}")
 
     return batch

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .layout import counted
 from .pool import PagePool
-from .transfer_plan import Impl, PageRuns, Step
+from .transfer_plan import Impl, PageRuns, Part, Step
 
 if TYPE_CHECKING:
+    from .copy_engine import Runs
     from .transfer_queue import TransferQueue
 
 
@@ -47,7 +48,9 @@ class Transfer:
         self.steps: deque[Step] = deque()  # not issued yet
         self.moving = 0  # steps that were issued and are not known to have arrived
         self.issued = self.whole = 0  # pages, in order, of which everything was issued, and has arrived
-        self.runs: PageRuns | None = None
+        self.page_runs: PageRuns | None = None
+        self.part: Part | None = None
+        self.runs: Runs | None = None  # the part's
         self.pairs: Tensor | None = None
         self.begun = False
         self.start: list[torch.cuda.Event] = []

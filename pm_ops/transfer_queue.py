@@ -136,7 +136,7 @@ class TransferQueue:
             chosen = None
         pages = transfer.source_pages, transfer.target_pages
         plan = plan_transfer(self.source, self.target, *pages, by_layer=by_layer, impl=chosen)
-        transfer.impl, transfer.order, transfer.runs, transfer.steps = plan.impl, plan.order, plan.runs, plan.steps
+        transfer.impl, transfer.order, transfer.page_runs, transfer.steps = plan.impl, plan.order, plan.runs, plan.steps
         transfer.nbytes = sum(step.nbytes for step in plan.steps)
         if plan.impl == "kernel":
             transfer.pairs = torch.stack(plan.pages if self._out else plan.pages[::-1], 1)
@@ -260,15 +260,19 @@ class TransferQueue:
                 transfer.progress(transfer)
 
     def _move(self, transfer: Transfer, step: Step) -> None:
-        part, rows = step.part, slice(step.first, step.last)
-        if transfer.runs is not None:
-            source, target, pages = (column[rows] for column in transfer.runs)
-            runs = Runs(source + part.offset, target + part.offset, pages * part.nbytes)
-            copy_runs(self.source.buffer, self.target.buffer, runs, self.stream)
+        part = step.part
+        if transfer.page_runs is not None:
+            if transfer.part is not part:
+                transfer.part, pages = part, transfer.page_runs
+                source, target = self.source.buffer.data_ptr(), self.target.buffer.data_ptr()
+                sides = pages.source + (source + part.offset), pages.target + (target + part.offset)
+                transfer.runs = Runs(*sides, pages.pages * part.nbytes)
+            assert transfer.runs is not None
+            copy_runs(self.source.buffer, self.target.buffer, transfer.runs, step.first, step.last, self.stream)
         else:
             assert transfer.pairs is not None
             near, far = (self.source, self.target) if self._out else (self.target, self.source)
             starts, strides = (near.base + part.offset, far.base + part.offset), (near.page_stride, far.page_stride)
-            pairs = transfer.pairs[rows]
+            pairs = transfer.pairs[step.first : step.last]
             with torch.cuda.stream(self.stream):
                 _move_pages(MovePages(near.buffer, far.buffer, pairs, starts, strides, part.nbytes, self._out))

@@ -96,11 +96,11 @@ def test_store_then_offload_on_another_stream(impl):
     exact = 0
     for _ in range(TIMES):
         ids = torch.randperm(64)[:20].tolist()
-        rows = random_rows(pool, 20)
+        rows, there = random_rows(pool, 20), torch.tensor(ids, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             delay()
-            pool.scatter(ids, rows)
+            pool.scatter(there, rows)
             saved = host.offload(ids, impl=impl)
         saved.synchronize()
         exact += torch.equal(host.pool.gather(saved.pages), rows.cpu())
@@ -154,11 +154,11 @@ def test_offload_then_overwrite(impl):
     exact = 0
     for _ in range(TIMES):
         ids = torch.randperm(64)[:20].tolist()
-        before = pool.gather(ids).cpu()
+        before, rows, there = pool.gather(ids).cpu(), random_rows(pool, 20), torch.tensor(ids, device="cuda")
         delay(host._out.stream)
         saved = host.offload(ids, impl=impl)
         saved.wait()
-        pool.scatter(ids, random_rows(pool, 20))
+        pool.scatter(there, rows)
         saved.synchronize()
         exact += torch.equal(host.pool.gather(saved.pages), before)
         host.free(saved.pages)
@@ -214,11 +214,11 @@ def test_without_a_wait_the_order_tests_would_fail(impl, monkeypatch):
     """Overwritten while it is still to be read, read before it is written, and moved before it is stored."""
     pool = random_pool()
     host = HostPool(pool, 64)
-    ids = list(range(20))
-    before = pool.gather(ids).cpu()
+    ids, there = list(range(20)), torch.arange(20, device="cuda")
+    before, rows = pool.gather(ids).cpu(), random_rows(pool, 20)
     delay(host._out.stream, 5)
     saved = host.offload(ids, impl=impl)
-    pool.scatter(ids, random_rows(pool, 20))
+    pool.scatter(there, rows)
     saved.synchronize()
     assert not torch.equal(host.pool.gather(saved.pages), before)
 
@@ -232,7 +232,7 @@ def test_without_a_wait_the_order_tests_would_fail(impl, monkeypatch):
     torch.cuda.synchronize()
     monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
     delay(ms=5)
-    pool.scatter(ids, rows)
+    pool.scatter(there, rows)
     saved = host.offload(ids, impl=impl)
     saved.synchronize()
     assert not torch.equal(host.pool.gather(saved.pages), rows.cpu())

@@ -54,9 +54,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was issued: ("copy", stream) and ("wait", the stream waited for). A step is a page."""
     found: list[Any] = []
 
-    def later(source, target, runs, stream):
+    def later(*args):
+        *what, stream = args
         found.append(("copy", stream))
-        stream.work.append(lambda: copy_runs(source, target, runs, None))
+        stream.work.append(lambda: copy_runs(*what, None))
 
     monkeypatch.setattr(transfer_queue, "copy_runs", later)
     monkeypatch.setattr(transfer_plan, "STEP_LEAST", PAGE)
