@@ -20,6 +20,7 @@ from .functional import (
     store_kv,
 )
 from .header import PageHeader
+from .host import HostPool
 from .layout import PageLayout, Plane
 from .page_store import PageStore
 from .pool import PagePool
@@ -28,6 +29,7 @@ from .repack import RepackPlan
 __version__ = "0.1.0"
 
 __all__ = [
+    "HostPool",
     "PageAllocator",
     "PageHeader",
     "PageLayout",

@@ -122,9 +122,9 @@ def count_layer_major(pool: PagePool, pages: Tensor | Sequence[int], layers: Ite
 
 def checked_pages(pool: PagePool, pages: Tensor | Sequence[int], *, distinct: bool = False) -> list[int]:
     """Page ids as a list. Raises ValueError for one that is no page of the pool, -1 included."""
-    ids = [int(page) for page in (pages.tolist() if isinstance(pages, Tensor) else pages)]
-    wrong = next((page for page in ids if not 0 <= page < pool.num_pages), None)
-    if wrong is not None:
+    ids = list(map(int, pages.tolist() if isinstance(pages, Tensor) else pages))
+    if ids and not (min(ids) >= 0 and max(ids) < pool.num_pages):
+        wrong = next(page for page in ids if not 0 <= page < pool.num_pages)
         raise ValueError(f"page {wrong} is none of the pool's pages 0 to {pool.num_pages - 1}; each has to be there")
     if distinct and len(set(ids)) < len(ids):
         twice = Counter(ids).most_common(1)[0][0]

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .implementation import ATTENTION, PAGES, ROPE, STORE, Bound, Implementation
+from .implementation import ATTENTION, PAGES, REPACK, ROPE, STORE, TRANSFER, Bound, Implementation
 from .memory import PAGE_MAJOR, Memory
+from .transfer_torch import one_by_one, repack
+from .transfer_work import RepackWork, TransferWork
 from .work import AttentionWork, PagesWork, RopeWork, StoreWork
 
 
@@ -20,7 +22,7 @@ class Torch(Implementation):
     compiles = False
 
     def __init__(self, device: torch.device) -> None:
-        self.kinds = STORE | ROPE | PAGES
+        self.kinds = STORE | ROPE | PAGES | TRANSFER | REPACK
         if device.type == "cuda":
             self.scope = "SDPA over gathered K and V is measured on the CPU only"
         else:
@@ -84,6 +86,14 @@ class Torch(Implementation):
             "scatter": lambda: _assign(cache, (everywhere, everywhere, dst), incoming),
         }
         return Bound(verbs[shape.verb])
+
+    def transfer(self, work: TransferWork, layout: str) -> Bound:
+        """One ``copy_`` for each run of bytes."""
+        return one_by_one(work, layout)
+
+    def repack(self, work: RepackWork, layout: str) -> Bound:
+        """Views of both layouts, a gather and an assignment."""
+        return repack(work, layout)
 
 
 def _assign(target: Tensor, index: tuple[Tensor | slice, ...], rows: Tensor) -> None:

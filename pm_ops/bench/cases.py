@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "host")
+from . import transfer_cases
+from .transfer_cases import RepackShape, TransferShape
+
+SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "transfer", "host")
 ATTENTION_SUITES = ("decode", "prefill", "extend", "mixed")
 
 
@@ -130,7 +133,7 @@ class PagesShape:
         return 2 * tokens * 2 * self.layers * self.row_bytes
 
 
-Shape = AttentionShape | StoreShape | PagesShape
+Shape = AttentionShape | StoreShape | PagesShape | TransferShape | RepackShape
 
 
 def decode(name: str, batch: int, keys: int, **options: Any) -> AttentionShape:
@@ -180,9 +183,10 @@ _GPU: dict[str, tuple[Shape, ...]] = {
         *(PagesShape(f"{verb} 256 pages of 64 KiB", verb, 256, 16384, 1) for verb in ("copy", "gather", "scatter")),
         PagesShape("move 1024 tokens, 32 layers", "move", 1024, 2048, 32),
     ),
+    "transfer": transfer_cases.GPU,
     "host": (StoreShape("store 8 tokens", 8, pages=64), replace(decode("", 8, 512), name="attention B8 x 512")),
 }  # fmt: skip
-_QUICK = {"store": 6, "decode": 6, "prefill": 1, "extend": 1, "mixed": 1, "pages": 7, "host": 2}
+_QUICK = {"store": 6, "decode": 6, "prefill": 1, "extend": 1, "mixed": 1, "pages": 7, "transfer": 10, "host": 2}
 
 _TINY: dict[str, Any] = dict(
     q_heads=4, kv_heads=2, head_dim=32, value_dim=32, page_size=4, dtype=torch.float32, kv_dtype=torch.float32, layers=2
@@ -205,6 +209,7 @@ _CPU: dict[str, tuple[Shape, ...]] = {
         *(PagesShape(f"{verb} 16 pages of 4 KiB", verb, 16, 64, 2, **_ROWS) for verb in ("copy", "gather", "scatter")),
         PagesShape("move 32 tokens, 2 layers", "move", 32, 64, 2, **_ROWS),
     ),
+    "transfer": transfer_cases.CPU,
     "host": (
         StoreShape("store 8 tokens", 8, pages=16, layers=2, **_ROWS),
         replace(decode("", 4, 32, **_TINY), name="attention B4 x 32"),

@@ -10,12 +10,15 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .memory import Memory
+    from .transfer_work import RepackWork, TransferWork
     from .work import AttentionWork, PagesWork, RopeWork, StoreWork
 
 ATTENTION = frozenset({"decode", "prefill", "extend", "mixed", "host attention"})
 STORE = frozenset({"store", "host store"})
 ROPE = frozenset({"rope and store"})
 PAGES = frozenset({"pages", "move"})
+TRANSFER = frozenset({"transfer", "prefix", "host transfer"})
+REPACK = frozenset({"repack"})
 
 
 class Unsupported(Exception):
@@ -38,6 +41,10 @@ class Bound:
     """Relative error allowed, where this implementation computes in lower precision than the case asks for."""
     prepare: Callable[[], object] | None = None
     """Puts inputs back that the call overwrites; made before a check, not timed."""
+    finish: Callable[[], object] | None = None
+    """Sees to what is still under way when ``run`` returns, where that is not only the device's work; not timed."""
+    pages: Callable[[], list[int]] | None = None
+    """Host pages that the last offload went to, where the call chooses them itself."""
     note: str | None = None
     """How the call was set up, where that is a choice that the results should tell."""
 
@@ -73,4 +80,16 @@ class Implementation:
 
     def pages(self, work: PagesWork, layout: str) -> Bound:
         """The verb of the work's shape on its pages or tokens; gather's ``run`` returns the rows."""
+        raise NotImplementedError
+
+    def transfer(self, work: TransferWork, layout: str) -> Bound:
+        """The work's pages between device and host; what follows on the current stream finds them there.
+
+        An offload goes to the work's spare host pages, or to ``Bound.pages``, or, side by side, to ``Bound.out``,
+        ``[parts, count, part_bytes]``.
+        """
+        raise NotImplementedError
+
+    def repack(self, work: RepackWork, layout: str) -> Bound:
+        """The work's pages of one layout as pages of another."""
         raise NotImplementedError

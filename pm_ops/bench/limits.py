@@ -7,9 +7,11 @@ from torch import Tensor
 
 from .clock import Clock
 from .results import Results
+from .streams import Two
 
 COPY, MATMUL = "copy", "matmul"
-"""How the names of the two limits begin."""
+TO_HOST, FROM_HOST, BOTH_WAYS = "to pinned", "from pinned", "to and from pinned"
+"""How the names of the limits begin."""
 
 
 def measure_limits(clock: Clock, results: Results) -> None:
@@ -39,12 +41,18 @@ def measure_limits(clock: Clock, results: Results) -> None:
 
 def _pinned(clock: Clock, results: Results, source: Tensor, target: Tensor) -> None:
     size, mib = source.numel(), f"{source.numel() >> 20} MiB"
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    us = clock.median_us(lambda: host.copy_(source, non_blocking=True))
-    _add(results, f"to pinned host memory, {mib}", us, float(not torch.equal(host, source.cpu())), "gb_s", size)
+    host, other = (torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    us = clock.apart_us(lambda: host.copy_(source, non_blocking=True))
+    _add(results, f"{TO_HOST} host memory, {mib}", us, float(not torch.equal(host, source.cpu())), "gb_s", size)
     target.zero_()
-    us = clock.median_us(lambda: target.copy_(host, non_blocking=True))
-    _add(results, f"from pinned host memory, {mib}", us, float(not torch.equal(target, source)), "gb_s", size)
+    us = clock.apart_us(lambda: target.copy_(host, non_blocking=True))
+    _add(results, f"{FROM_HOST} host memory, {mib}", us, float(not torch.equal(target, source)), "gb_s", size)
+    target.zero_()
+    streams = Two(clock.device)
+    to, back = (lambda: other.copy_(source, non_blocking=True)), (lambda: target.copy_(host, non_blocking=True))
+    us = clock.apart_us(lambda: streams.run(to, back))
+    wrong = float(not (torch.equal(other, host) and torch.equal(target, source)))
+    _add(results, f"{BOTH_WAYS} host memory at once, {mib} each", us, wrong, "gb_s", 2 * size)
 
 
 def _add(results: Results, case: str, us: float, error: float, unit: str, amount: float) -> None:

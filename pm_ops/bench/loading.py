@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..kernels import fa3
 from .implementation import Missing
 
 _MARK = "__pm_ops_stub__"
@@ -68,6 +69,9 @@ def _vllm() -> dict[str, dict[str, Any]]:
     import triton.language as tl
 
     return {
+        "vllm._custom_ops": dict(
+            swap_blocks_batch=lambda *args, **options: torch.ops._C_cache_ops.swap_blocks_batch(*args, **options)
+        ),
         "vllm.envs": dict(VLLM_BATCH_INVARIANT=False),
         "vllm.logger": dict(init_logger=logging.getLogger),
         "vllm.platforms": dict(current_platform=Platform()),
@@ -125,6 +129,20 @@ def digest(*files: Path) -> str:
     for file in files:
         total.update(file.read_bytes())
     return f"{', '.join(file.name for file in files)} sha256 {total.hexdigest()[:12]}"
+
+
+def vllm_library(folder: Path | None, *path: str) -> tuple[Path, str]:
+    """One of vLLM's libraries and its version: out of the folder, or where ``path`` leads in its installation.
+
+    Raises:
+        Missing: it is in neither.
+    """
+    if folder is not None and (folder / path[-1]).is_file():
+        return folder / path[-1], digest(folder / path[-1])
+    file = fa3.installed(*path)
+    if file is None:
+        raise Missing(f"{path[-1]} is neither in vLLM's installation nor in the folder that --peers names")
+    return file, f"vllm {importlib.metadata.version('vllm')}"
 
 
 def _stubbed(package: str) -> bool:

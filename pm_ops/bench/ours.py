@@ -11,17 +11,21 @@ from torch import Tensor
 
 import pm_ops
 
-from .implementation import ATTENTION, PAGES, ROPE, STORE, Bound, Implementation, Missing, Unsupported
+from ..transfer import Transfer
+from .implementation import ATTENTION, PAGES, REPACK, ROPE, STORE, TRANSFER, Bound, Implementation, Missing, Unsupported
 from .memory import PAGE_MAJOR, Memory
 from .peer_fa3 import FA3
+from .transfer_work import RepackWork, TransferWork
 from .work import AttentionWork, PagesWork, RopeWork, StoreWork
+
+_NO_PAGES = "pages of a layer-major cache are no runs of bytes: there is nothing to call"
 
 
 class PmOps(Implementation):
     """What a call without further options does, with kernels of pm_ops' own where it might take another's."""
 
     name = "pm_ops"
-    kinds = ATTENTION | STORE | ROPE | PAGES
+    kinds = ATTENTION | STORE | ROPE | PAGES | TRANSFER | REPACK
     ours = True
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
@@ -51,7 +55,7 @@ class PmOps(Implementation):
     def pages(self, work: PagesWork, layout: str) -> Bound:
         """The methods of :class:`pm_ops.PagePool`."""
         if layout != PAGE_MAJOR:
-            raise Unsupported("pages of a layer-major cache are no runs of bytes: there is nothing to call")
+            raise Unsupported(_NO_PAGES)
         pool, src, dst = work.pool, work.src, work.dst
         verbs: dict[str, Callable[[], Tensor | None]] = {
             "copy": lambda: pool.copy(src, dst),
@@ -60,6 +64,30 @@ class PmOps(Implementation):
             "move": lambda: pool.copy_slots(src, dst),
         }
         return Bound(verbs[work.shape.verb])
+
+    def transfer(self, work: TransferWork, layout: str) -> Bound:
+        """:class:`pm_ops.HostPool`. A restore is waited for as a whole."""
+        return _transfer(work, layout, by_layer=False)
+
+    def repack(self, work: RepackWork, layout: str) -> Bound:
+        """:meth:`pm_ops.RepackPlan.run`."""
+        if layout != PAGE_MAJOR:
+            raise Unsupported(_NO_PAGES)
+        plan, pages = work.plan, (work.source, work.target, work.src, work.dst)
+        return Bound(lambda: plan.run(*pages))
+
+
+class PmOpsByLayer(Implementation):
+    """The same restore layer by layer: attention of a layer waits for that layer alone."""
+
+    name = "pm_ops_by_layer"
+    kinds = frozenset({"prefix"})
+    scope = "it is a second way to restore, and nothing else"
+    ours = True
+
+    def transfer(self, work: TransferWork, layout: str) -> Bound:
+        """``HostPool.restore(..., by_layer=True)``."""
+        return _transfer(work, layout, by_layer=True)
 
 
 class PmOpsFA3(Implementation):
@@ -117,3 +145,43 @@ def _attention(work: AttentionWork, memory: Memory, **options: Any) -> Callable[
     geometry = _geometry(memory)
     geometry |= dict(kv_heads=shape.kv_heads, value_dim=shape.value_dim, softmax_scale=shape.head_dim**-0.5)
     return lambda: torch.ops.pm_ops.attention(memory.buffer, *rows, query_start, **geometry, **options)[0]
+
+
+def _transfer(work: TransferWork, layout: str, by_layer: bool) -> Bound:
+    if layout != PAGE_MAJOR:
+        raise Unsupported(_NO_PAGES)
+    host = work.host
+    pages: list[int] = []
+    under_way: list[Transfer] = []
+
+    def offload() -> Transfer:
+        host.free(pages)
+        saved = host.offload(work.src)
+        pages[:], under_way[:] = saved.pages, [saved]
+        return saved
+
+    def restore() -> Transfer:
+        under_way[:] = [host.restore(work.saved, work.dst, by_layer=by_layer)]
+        return under_way[0]
+
+    def both() -> None:
+        saved, back = offload(), restore()
+        saved.wait()
+        back.wait()
+
+    def finish() -> None:
+        for transfer in under_way:
+            transfer.synchronize()
+
+    verbs: dict[str, Callable[[], None]] = {
+        "offload": lambda: offload().wait(),
+        "restore": lambda: restore().wait(),
+        "both ways": both,
+        "first layer": lambda: restore().wait_layer(0) if by_layer else restore().wait(),
+        "last layer": lambda: restore().wait(),
+    }
+    run = verbs[work.shape.verb]
+    run()
+    finish()
+    note = f"auto takes impl={under_way[0].impl!r}"
+    return Bound(run, finish=finish, pages=lambda: pages, note=note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..kernels import fa3
 from .clock import fastest
 from .implementation import ATTENTION, Bound, Implementation, Missing
-from .loading import digest
+from .loading import vllm_library
 from .memory import Memory
 from .work import AttentionWork
 
@@ -28,7 +27,7 @@ class FA3(Implementation):
     compiles = False
 
     def __init__(self, folder: Path | None) -> None:
-        library, self._version = _library(folder)
+        library, self._version = vllm_library(folder, "vllm_flash_attn", fa3.LIBRARY)
         if torch.cuda.get_device_capability()[0] != 9:
             raise Missing("its kernels are for compute capability 9.x")
         try:
@@ -80,13 +79,3 @@ class FA3(Implementation):
             dtype, work.seq_lens, work.query_start, None, None, None, None, page_size, 0,
             True, left, right, False, 0, None, 0,
         )  # fmt: skip
-
-
-def _library(folder: Path | None) -> tuple[Path, str]:
-    """The library's file, and its version."""
-    if folder is not None and (folder / fa3.LIBRARY).is_file():
-        return folder / fa3.LIBRARY, digest(folder / fa3.LIBRARY)
-    installed = fa3.installed()
-    if installed is not None:
-        return installed, f"vllm {importlib.metadata.version('vllm')}"
-    raise Missing(f"{fa3.LIBRARY} is neither in vLLM's installation nor in the folder that --peers names")

@@ -25,7 +25,7 @@ class SGLang(Implementation):
 
     name = "sglang"
     kinds = ATTENTION | STORE | ROPE | {"move"}
-    scope = "it has no kernel that copies whole pages on the device"
+    scope = "none of its Triton kernels copies whole pages"
     _launch = 256
     """Tokens that its memory pool moves in one launch, for rows of less than 8 KiB."""
 

@@ -23,7 +23,7 @@ class VLLM(Implementation):
 
     name = "vllm"
     kinds = ATTENTION | STORE
-    scope = "its page copies and its rotation are C++ and not among the kernels measured here"
+    scope = "its page copies and its rotation are C++ and not among its Triton kernels"
 
     def __init__(self, folder: Path | None) -> None:
         module = import_module(folder, f"{_OPS}.triton_unified_attention")

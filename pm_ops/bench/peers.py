@@ -9,23 +9,29 @@ import torch
 
 from .baseline import Torch
 from .implementation import Implementation, Missing
-from .ours import PmOps, PmOpsFA3
+from .ours import PmOps, PmOpsByLayer, PmOpsFA3
 from .peer_fa3 import FA3
 from .peer_flashinfer import FlashInfer
 from .peer_sglang import SGLang, SGLangOneLaunch
 from .peer_vllm import VLLM
+from .peer_vllm_swap import VLLMSwap, VLLMSwapTriton
+from .transfer_torch import TorchStaged
 
 Factory = Callable[[Path | None, torch.device], Implementation]
 
 FACTORIES: dict[str, Factory] = {
     "pm_ops": lambda folder, device: PmOps(),
+    "pm_ops_by_layer": lambda folder, device: PmOpsByLayer(),
     "pm_ops_fa3": lambda folder, device: _gpu(device, lambda: PmOpsFA3(FA3(folder))),
     "fa3": lambda folder, device: _gpu(device, lambda: FA3(folder)),
     "flashinfer": lambda folder, device: _gpu(device, FlashInfer),
     "vllm": lambda folder, device: _gpu(device, lambda: VLLM(folder)),
+    "vllm_swap": lambda folder, device: _gpu(device, lambda: VLLMSwap(folder)),
+    "vllm_swap_triton": lambda folder, device: _gpu(device, lambda: VLLMSwapTriton(folder)),
     "sglang": lambda folder, device: _gpu(device, lambda: SGLang(folder)),
     "sglang_one_launch": lambda folder, device: _gpu(device, lambda: SGLangOneLaunch(folder)),
     "torch": lambda folder, device: Torch(device),
+    "torch_staged": lambda folder, device: TorchStaged(),
 }
 """By name, ours first; each takes the folder of peers' files and the device, and raises Missing."""
 

@@ -1,4 +1,4 @@
-"""Bar charts of a run, one PNG a suite, where matplotlib is installed."""
+"""Bar charts of a run, one PNG for what has one scale, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from .limits import COPY
 from .memory import LAYER_MAJOR
-from .report import UNITS, Report, unit_of
+from .report import UNITS, Report, limit_of, unit_of
 from .results import Row
 
 _COLOURS = {
     "pm_ops": "tab:blue",
     "pm_ops_fa3": "navy",
+    "pm_ops_by_layer": "tab:cyan",
     "fa3": "tab:orange",
     "flashinfer": "tab:green",
     "vllm": "tab:red",
+    "vllm_swap": "tab:red",
+    "vllm_swap_triton": "lightcoral",
     "sglang": "tab:purple",
     "sglang_one_launch": "tab:pink",
     "torch": "tab:gray",
+    "torch_staged": "silver",
 }
+_LINES = ("--", ":", "-.")
 
 
 def draw(report: Report, folder: Path, stem: str) -> list[Path]:
-    """Write ``<stem>-<suite>.png`` for every suite in the results; their paths.
+    """Write ``<stem>-<chart>.png`` for every chart of the results; their paths.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -35,15 +41,25 @@ def draw(report: Report, folder: Path, stem: str) -> list[Path]:
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     paths = []
-    for suite in dict.fromkeys(suite for suite, _ in report.cases if suite != "limits"):
-        cases = {case: rows for (of, case), rows in report.cases.items() if of == suite}
-        path = folder / f"{stem}-{suite}.png"
-        _draw_suite(pyplot, report, suite, cases, path)
+    charts: dict[str, dict[str, list[Row]]] = {}
+    for (suite, case), rows in report.cases.items():
+        if suite != "limits":
+            charts.setdefault(_chart(rows[0]), {})[case] = rows
+    for chart, cases in charts.items():
+        path = folder / f"{stem}-{chart}.png"
+        _draw_chart(pyplot, report, chart, cases, path)
         paths.append(path)
     return paths
 
 
-def _draw_suite(pyplot: Any, report: Report, suite: str, cases: dict[str, list[Row]], path: Path) -> None:
+def _chart(row: Row) -> str:
+    """The suite; that of transfers is three charts: across PCIe, on the device, and the caller's time."""
+    if row["suite"] != "transfer":
+        return str(row["suite"])
+    return {None: "transfer-host", COPY: "transfer-repack"}.get(limit_of(row), "transfer")
+
+
+def _draw_chart(pyplot: Any, report: Report, chart: str, cases: dict[str, list[Row]], path: Path) -> None:
     """A group of horizontal bars for each case; layer-major hatched, wrong results left out."""
     bars = sum(len(rows) + 1 for rows in cases.values())
     figure, axes = pyplot.subplots(figsize=(10, 0.9 + 0.17 * bars))
@@ -64,12 +80,13 @@ def _draw_suite(pyplot: Any, report: Report, suite: str, cases: dict[str, list[R
         y += 1
     axes.set_yticks(ticks, list(cases), fontsize=7)
     axes.invert_yaxis()
-    limit = report.limits[unit] if unit is not None else None
-    if limit is not None:
-        line = axes.axvline(limit, color="black", linewidth=0.8, linestyle="--")
-        shown["copy" if unit == "gb_s" else "matmul"] = line
+    limits = dict.fromkeys(limit_of(row) for rows in cases.values() for row in rows)
+    for name, style in zip(limits, _LINES, strict=False):
+        limit = report.limits[name] if name is not None else None
+        if limit is not None:
+            shown[str(name)] = axes.axvline(limit, color="black", linewidth=0.8, linestyle=style)
     axes.set_xlabel("host µs a call" if unit is None else f"{UNITS[unit]} (higher is better)")
-    axes.set_title(f"{suite}, {report.results.versions.get('device', '')}; hatched: layer-major", fontsize=9)
+    axes.set_title(f"{chart}, {report.results.versions.get('device', '')}; hatched: layer-major", fontsize=9)
     axes.legend(list(shown.values()), list(shown), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)

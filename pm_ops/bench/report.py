@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .limits import COPY, MATMUL
+from .limits import BOTH_WAYS, COPY, FROM_HOST, MATMUL, TO_HOST
 from .memory import LAYER_MAJOR, PAGE_MAJOR
 from .results import Results, Row
 
@@ -18,16 +18,16 @@ class Report:
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self.limits = {"gb_s": self._limit(COPY), "tflop_s": self._limit(MATMUL)}
+        self.limits = {name: self._limit(name) for name in (COPY, MATMUL, TO_HOST, FROM_HOST, BOTH_WAYS)}
         self.cases: dict[tuple[str, str], list[Row]] = {}
         for row in results.rows:
             self.cases.setdefault((row["suite"], row["case"]), []).append(row)
         self._wrong = [results.rows[i] for i in results.wrong]
 
     def share(self, row: Row) -> float | None:
-        """Of the copy or the matmul rate of the same run."""
-        unit = unit_of(row)
-        limit = self.limits[unit] if unit is not None else None
+        """Of the rate of the same run that limits it."""
+        unit, name = unit_of(row), limit_of(row)
+        limit = self.limits[name] if name is not None else None
         return None if limit is None or unit is None else row[unit] / limit
 
     def right(self, row: Row) -> bool:
@@ -97,6 +97,16 @@ class Report:
 def unit_of(row: Row) -> str | None:
     """``gb_s`` or ``tflop_s``; None for host times."""
     return next((unit for unit in UNITS if row.get(unit) is not None), None)
+
+
+def limit_of(row: Row) -> str | None:
+    """Which limit a row's rate is a share of, by the beginning of its name; None for host times."""
+    unit = unit_of(row)
+    if unit is None:
+        return None
+    ways = {"offload": TO_HOST, "restore": FROM_HOST, "both ways": BOTH_WAYS}
+    across = (limit for way, limit in ways.items() if row["suite"] == "transfer" and row["case"].startswith(way))
+    return MATMUL if unit == "tflop_s" else next(across, COPY)
 
 
 def aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from .case import Case
 from .clock import Clock, captured
-from .implementation import Implementation, Unsupported
+from .implementation import Bound, Implementation, Unsupported
 from .memory import LAYOUTS
 from .progress import Progress
 from .results import Results
-from .suites import Case
 
 
 class DeviceLost(Exception):
@@ -64,7 +64,7 @@ class Runner:
             bound = case.bind(impl, work, layout)
             first = case.check(bound, work, layout)
             timed = captured(bound) if case.graph and case.unit is not None and self._cuda else bound
-            us = self.clock.median_us(timed.run) if case.unit is not None else self.clock.host_us(timed.run)
+            us = self._time(case, timed)
             second = case.check(timed, work, layout)  # what was timed was right, too
         except (Unsupported, ImportError) as reason:
             self.results.because(impl.name, str(reason), where)
@@ -86,6 +86,13 @@ class Runner:
             )
         if bound.note is not None:
             self.results.because(impl.name, bound.note, where)
+
+    def _time(self, case: Case, bound: Bound) -> float:
+        if case.unit is None:
+            return self.clock.host_us(bound.run, case.apart)
+        if not case.apart:
+            return self.clock.median_us(bound.run)
+        return self.clock.apart_us(bound.run, bound.finish or (lambda: None), idle=case.idle)
 
     @property
     def _cuda(self) -> bool:

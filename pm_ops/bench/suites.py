@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,38 +10,14 @@ import torch
 from torch import Tensor
 
 from ..ops._common import bits
+from .case import Case
 from .cases import ATTENTION_SUITES, AttentionShape, PagesShape, RopeShape, StoreShape, shapes
-from .implementation import Bound, Implementation
+from .implementation import Bound
 from .memory import PAGE_MAJOR
 from .oracle import Error, error, rotate
+from .transfer_cases import RepackShape, TransferShape
+from .transfer_suite import repack_case, transfer_case
 from .work import AttentionWork, PagesWork, RopeWork, StoreWork, attention_work, pages_work, rope_work, store_work
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the results, for each implementation and layout."""
-
-    suite: str
-    name: str
-    kind: str
-    """What an implementation must do to take part, see :class:`Implementation`."""
-    build: Callable[[torch.device, bool], Any]
-    """Make the data; False: uninitialised."""
-    bind: Callable[[Implementation, Any, str], Bound]
-    check: Callable[[Bound, Any, str], Error]
-    """Run the call and compare."""
-    unit: str | None
-    """``gb_s``, ``tflop_s``, or None for host time."""
-    amount: float
-    """Bytes or floating-point operations."""
-    graph: bool
-    """Whether it is timed as the replay of a CUDA graph."""
-    tolerance: float
-
-    @property
-    def title(self) -> str:
-        """Suite and name."""
-        return f"{self.suite} {self.name}"
 
 
 def cases(suite: str, device: torch.device, quick: bool) -> Iterator[Case]:
@@ -54,6 +29,10 @@ def cases(suite: str, device: torch.device, quick: bool) -> Iterator[Case]:
             yield rope_case(suite, shape)
         elif isinstance(shape, StoreShape):
             yield store_case(suite, shape)
+        elif isinstance(shape, TransferShape):
+            yield transfer_case(suite, shape)
+        elif isinstance(shape, RepackShape):
+            yield repack_case(suite, shape)
         else:
             yield pages_case(suite, shape)
 

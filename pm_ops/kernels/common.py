@@ -20,6 +20,8 @@ TRITON_DTYPE = {
     torch.float8_e5m2: tl.float8e5,
     torch.int8: tl.int8,
 }
+WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""By bytes: what is moved as it is. Two of the widest a thread are what the compiler joins to 16 bytes."""
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with exp2, the hardware's exponential
 LN2 = tl.constexpr(0.6931471805599453)
 # Casts to these saturate; 0.0 stands for a plain cast.

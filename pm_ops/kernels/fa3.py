@@ -113,13 +113,13 @@ def _find() -> Library | str:
     return f"it is not installed: neither vllm nor flash_attn_interface is, and PM_OPS_FA3 does not name a {LIBRARY}"
 
 
-def installed() -> Path | None:
-    """The library's file in vLLM's installation, which is not imported for that."""
+def installed(*path: str) -> Path | None:
+    """The library in vLLM's installation, which is not imported for that; or another file, by its path there."""
     present = sys.modules.get("vllm")
     spec = importlib.util.find_spec("vllm") if present is None else present.__spec__
     if spec is None or spec.origin is None:
         return None
-    file = Path(spec.origin).parent / "vllm_flash_attn" / LIBRARY
+    file = Path(spec.origin).parent.joinpath(*(path or ("vllm_flash_attn", LIBRARY)))
     return file if file.is_file() else None
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import cdiv, next_power_of_2, slot_offset
+from .common import WORDS, cdiv, next_power_of_2, slot_offset
 from .launch import launch
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     PageVerb = CopyPages | GatherPages | ScatterPages | ZeroPages
 
-_WORD = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 # Block sizes as measured on an H200.
 _PAGE_WORDS, _WARP_WORDS = 8192, 512  # of a page that a program and a warp move: eight pairs of words a thread at once
 _RUN_BLOCK, _RUN_WARPS = 2048, 1  # bytes of a slot's run that a program moves at a time
@@ -190,7 +189,7 @@ def _words(a: PageVerb, rows: Tensor | None) -> tuple[int, dict[str, object]]:
     width = math.gcd(base, page_stride, page_bytes, a.buffer.data_ptr(), rows.data_ptr() if rows is not None else 0, 8)
     count = page_bytes // width
     block = min(_PAGE_WORDS, next_power_of_2(count))
-    words = {"WORD": _WORD[width], "WORD_BYTES": width, "BLOCK": block, "num_warps": max(block // _WARP_WORDS, 1)}
+    words = {"WORD": WORDS[width], "WORD_BYTES": width, "BLOCK": block, "num_warps": max(block // _WARP_WORDS, 1)}
     return cdiv(count, block), words
 
 

@@ -47,6 +47,12 @@ FA3_SCHEMAS = (
 """FlashAttention 3's operators, as vLLM 0.26's library registers them."""
 
 
+SWAP_SCHEMA = (
+    "swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool is_src_access_order_any=False) -> ()"
+)
+"""vLLM 0.26's batch of copies, as its library registers it."""
+
+
 def attend(
     q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], lens: Sequence[int], scale: float,
     scales: tuple[float, float] = (1.0, 1.0), window: int = 0, sinks: Tensor | None = None,
@@ -115,6 +121,14 @@ def unified_attention_diffkv(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scal
                              softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None):
     out.copy_(paged(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, window=window_size[0] + 1,
                     sinks=sinks))
+""",
+    "vllm/v1/kv_offload/cpu/swap_blocks_triton.py": """
+from vllm import _custom_ops as ops
+from vllm.triton_utils import tl, triton
+
+def swap_blocks_batch(src_addrs, dst_addrs, sizes, is_src_access_order_any=False, *, bytes_per_chunk):
+    assert bytes_per_chunk in (128, 1024)  # the next power of two of the parts' 96 or 576 bytes
+    ops.swap_blocks_batch(src_addrs, dst_addrs, sizes, is_src_access_order_any=is_src_access_order_any)
 """,
     "vllm/v1/attention/ops/triton_reshape_and_cache_flash.py": """
 from vllm.model_executor.layers.quantization.utils.quant_utils import FP8_DTYPE, get_fp8_min_max

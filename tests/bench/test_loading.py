@@ -8,7 +8,7 @@ import torch
 from bench.fakes import SGLANG_FILES, VLLM_FILES, write_files
 
 from pm_ops.bench.implementation import Missing
-from pm_ops.bench.loading import KVQuantMode, Platform, digest, import_module, version
+from pm_ops.bench.loading import KVQuantMode, Platform, digest, import_module, version, vllm_library
 
 ATTENTION = "vllm.v1.attention.ops.triton_unified_attention"
 
@@ -79,6 +79,20 @@ def test_files_have_a_version_by_their_content(tmp_path: Path) -> None:
     assert first.startswith("triton_unified_attention.py sha256 ") and len(first.split()[-1]) == 12
     Path(str(module.__file__)).write_text("pass")
     assert version(folder, "vllm", module) != first
+
+
+def test_a_library_of_vllms_is_taken_out_of_the_folder_or_its_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = write_files(tmp_path / "site", {"vllm/__init__.py": "", "vllm/inside/library.so": ""}) / "vllm"
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.26.0")
+    for folder in (None, tmp_path):
+        assert vllm_library(folder, "inside", "library.so") == (package / "inside/library.so", "vllm 0.26.0")
+    mine = write_files(tmp_path, {"library.so": "of the folder"}) / "library.so"
+    assert vllm_library(tmp_path, "inside", "library.so") == (mine, digest(mine))
+    with pytest.raises(Missing, match="other.so is neither in vLLM's installation nor in the folder"):
+        vllm_library(tmp_path, "other.so")
 
 
 def test_the_platform_is_a_gpu_of_its_capability_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from bench.fakes import (
 )
 from torch import Tensor
 
+from pm_ops.bench.case import Case
 from pm_ops.bench.cases import PagesShape
 from pm_ops.bench.implementation import Implementation, Missing, Unsupported
 from pm_ops.bench.memory import LAYER_MAJOR, LAYOUTS, PAGE_MAJOR
@@ -34,7 +35,7 @@ from pm_ops.bench.peer_flashinfer import FlashInfer
 from pm_ops.bench.peer_sglang import SGLang, SGLangOneLaunch
 from pm_ops.bench.peer_vllm import VLLM
 from pm_ops.bench.peers import FACTORIES, find
-from pm_ops.bench.suites import Case, attention_case, pages_case, rope_case, store_case
+from pm_ops.bench.suites import attention_case, pages_case, rope_case, store_case
 from pm_ops.kernels import fa3 as fa3_kernels
 
 pytest.importorskip("triton")

@@ -80,6 +80,20 @@ def test_shares_are_of_the_limits_of_the_same_run(results: Results) -> None:
     assert Report(without).share(results.rows[2]) is None
 
 
+def test_transfers_are_shares_of_the_pinned_copies_in_their_direction() -> None:
+    results = Results({})
+    limits = {"copy 1 GiB": 4000.0, "to pinned host memory, 256 MiB": 50.0, "from pinned host memory, 256 MiB": 40.0,
+              "to and from pinned host memory at once, 256 MiB each": 80.0}  # fmt: skip
+    for case, rate in limits.items():
+        results.add("limits", case, "torch", "-", 1.0, 0.0, "gb_s", rate * 1e3)
+    for case in ("offload 2 pages", "restore 2 pages", "both ways 2 pages", "repack 2 pages"):
+        results.add("transfer", case, "pm_ops", "page-major", 1.0, 0.0, "gb_s", 20e3)
+    results.add("transfer", "host time, offload 2 pages", "pm_ops", "page-major", 1.0, 0.0, None, 0.0)
+    results.add("pages", "restore-like 2 pages", "pm_ops", "page-major", 1.0, 0.0, "gb_s", 20e3)
+    report = Report(results)
+    assert [report.share(row) for row in results.rows[len(limits) :]] == [0.4, 0.5, 0.25, 0.005, None, 0.005]
+
+
 def test_the_table_has_a_line_a_row_and_marks_what_is_wrong(results: Results) -> None:
     lines = Report(results).table().splitlines()
     assert len(lines) == 1 + len(results.rows)

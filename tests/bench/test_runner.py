@@ -9,13 +9,14 @@ import pytest
 import torch
 from bench.fakes import CPU, STORE
 
+from pm_ops.bench.case import Case
 from pm_ops.bench.clock import Clock
 from pm_ops.bench.implementation import Bound, Implementation, Missing, Unsupported
 from pm_ops.bench.memory import LAYOUTS, PAGE_MAJOR, Memory
 from pm_ops.bench.progress import Progress
 from pm_ops.bench.results import Results
 from pm_ops.bench.runner import DeviceLost, Runner, compile_ahead
-from pm_ops.bench.suites import Case, store_case
+from pm_ops.bench.suites import store_case
 from pm_ops.bench.work import StoreWork
 
 

@@ -8,11 +8,12 @@ import torch
 from bench.fakes import CPU, ROPE, ROWS, SHAPES, STORE
 
 from pm_ops.bench.baseline import Torch
+from pm_ops.bench.case import Case
 from pm_ops.bench.cases import PagesShape
 from pm_ops.bench.implementation import Bound
 from pm_ops.bench.memory import LAYOUTS, PAGE_MAJOR
 from pm_ops.bench.ours import PmOps
-from pm_ops.bench.suites import Case, attention_case, cases, pages_case, rope_case, store_case
+from pm_ops.bench.suites import attention_case, cases, pages_case, rope_case, store_case
 
 VERBS = ("copy", "gather", "scatter", "move")
 

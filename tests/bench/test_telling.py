@@ -29,7 +29,8 @@ def test_times_are_medians_in_microseconds() -> None:
         time.sleep(0.1 if len(calls) == 3 else 0.002)
 
     assert 2000 <= clock.median_us(run) < 50_000 and len(calls) > 5
-    assert 2000 <= clock.host_us(run) < 50_000
+    assert 2000 <= clock.host_us(run) < 50_000 and 2000 <= clock.host_us(run, apart=True) < 50_000
+    assert 2000 <= clock.apart_us(run) < 50_000
 
 
 def test_of_several_ways_the_first_is_taken_where_no_gpu_tells() -> None:
@@ -98,6 +99,26 @@ def test_each_suite_has_a_plot_without_wrong_results(
     assert [call.kwargs["hatch"] for call in axes.barh.call_args_list] == [None, "////", None]
     axes.axvline.assert_called_once()  # the copy limit of the store; host times have none
     assert axes.axvline.call_args.args == (4000.0,)
+
+
+def test_transfers_across_pcie_on_the_device_and_host_times_are_plots_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results({"device": "a GPU"})
+    for case, rate in (("copy 1 GiB", 4e6), ("to pinned host memory", 5e4), ("from pinned host memory", 4e4)):
+        results.add("limits", case, "torch", "-", 1.0, 0.0, "gb_s", rate)
+    for case, unit in (("offload", "gb_s"), ("host time, offload", None), ("repack", "gb_s"), ("restore", "gb_s")):
+        results.add("transfer", case, "pm_ops", "page-major", 1.0, 0.0, unit, 3e4)
+    matplotlib, pyplot = MagicMock(), MagicMock()
+    matplotlib.__spec__ = sys.__spec__
+    charts = [MagicMock() for _ in range(3)]
+    pyplot.subplots.side_effect = [(MagicMock(), axes) for axes in charts]
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    names = ["gpu-transfer.png", "gpu-transfer-host.png", "gpu-transfer-repack.png"]
+    assert [path.name for path in draw(Report(results), tmp_path, "gpu")] == names
+    assert [[call.args[1] for call in axes.barh.call_args_list] for axes in charts] == [[30.0, 30.0], [1.0], [30.0]]
+    assert [[call.args[0] for call in axes.axvline.call_args_list] for axes in charts] == [[50.0, 40.0], [], [4000.0]]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,18 @@ def test_pages_cross_from_one_engine_to_another() -> None:
     )
     assert "4 heads from 4 on as 0 on, 2048 B a token in 32 fragments of 64 B" in out
     assert "150 tokens: 10 pages of 16 became 3 of 64, bit for bit" in out
+
+
+def test_an_offloaded_sequence_comes_back_by_layers() -> None:
+    """The example itself compares the attention of every layer, bit for bit, with what it gave before."""
+    out = run("offload_pages.py")
+    found = re.search(r"are (\d+) pages of (\d+) B: (\d+) copies, (\d+) layer-major", out)
+    assert found is not None, out
+    pages, page_bytes, copies, layer_major = map(int, found.groups())
+    layers = 32 if torch.cuda.is_available() else 4
+    assert 2 * layers * copies == layer_major and pages // 2 < copies <= pages and page_bytes % 16384 == 0
+    assert f"gave the same {layers} results, bit for bit" in out
+    assert ("GB/s" in out) == torch.cuda.is_available()
 
 
 def test_a_missing_wheel_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,130 @@
+"""How a transfer of pages is made: which implementation moves which bytes, in which steps. No byte moves here."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import PageLayout
+from .pool import PagePool
+
+KERNEL_BELOW = 128 << 10
+"""Bytes of a run, on average, below which ``impl="auto"`` is the kernel; :class:`~pm_ops.transfer_queue.TransferQueue`
+has the measurements."""
+STEP_LEAST, STEP_MOST = 4 << 20, 64 << 20
+"""Bytes that are given to the device at once. Copies begin with the least: the driver starts none before it has all."""
+_LAYER_RUNS = 3  # of a page: K and V, and the scales of each
+
+Impl = Literal["copy", "kernel"]
+
+
+class Part(NamedTuple):
+    """The bytes of every page that are moved together: the whole page, or a run of one layer's."""
+
+    layer: int | None
+    offset: int
+    nbytes: int
+
+
+class Step(NamedTuple):
+    """What is given to the device at once: a part of some pages."""
+
+    part: Part
+    first: int
+    """The runs from ``first`` to ``last``; for the kernel, the pages."""
+    last: int
+    whole: int
+    """How many pages are complete when this has arrived."""
+    nbytes: int
+
+
+class PageRuns(NamedTuple):
+    """Pages that are copied together: int64 tensors of one length."""
+
+    source: Tensor
+    """Where the first page of each begins in the source's buffer, in bytes."""
+    target: Tensor
+    pages: Tensor
+    """How many there are, back to back on both sides."""
+
+
+class TransferPlan(NamedTuple):
+    """What is to be done, in order."""
+
+    impl: Impl
+    order: Tensor
+    """Positions in the lists of pages, int64, in the order in which the pages are moved: ascending by source page."""
+    pages: tuple[Tensor, Tensor]
+    """Source and target page ids in that order."""
+    runs: PageRuns | None
+    """For copies."""
+    steps: deque[Step]
+
+
+def parts_of(layout: PageLayout, by_layer: bool) -> list[Part]:
+    """What of a page is moved together, in order. Raises ValueError where a layer's bytes are in too many places."""
+    if not by_layer:
+        return [Part(None, 0, layout.page_bytes)]
+    found = {layer: layout.layer_runs([layer]) for layer in layout.layers}
+    for layer, runs in found.items():
+        if len(runs) > _LAYER_RUNS:
+            raise ValueError(
+                f"by_layer: {layout.name} has the bytes of layer {layer} in {len(runs)} places of every page, and each "
+                f"would be a copy of its own; {_LAYER_RUNS} are supported: use a layout that keeps a layer together, "
+                "such as page_major, or move whole pages"
+            )
+    return [Part(layer, *run) for layer, runs in found.items() for run in runs]
+
+
+def plan_transfer(
+    source: PagePool,
+    target: PagePool,
+    source_pages: list[int],
+    target_pages: list[int],
+    *,
+    by_layer: bool,
+    impl: Impl | None,
+) -> TransferPlan:
+    """Cut a transfer into steps. Whole pages that are adjacent on both sides are copied as one run.
+
+    Args:
+        impl: None takes the kernel for short runs.
+    """
+    ours, order = torch.tensor(source_pages, dtype=torch.int64).sort()
+    theirs = torch.tensor(target_pages, dtype=torch.int64)[order]
+    count, parts, page_bytes = len(ours), parts_of(source.layout, by_layer), source.layout.page_bytes
+    joined = torch.zeros(count, dtype=torch.bool)  # to the page before
+    if not by_layer and source.page_stride == target.page_stride == page_bytes:
+        joined[1:] = (ours.diff() == 1) & (theirs.diff() == 1)
+    if impl is None:
+        runs = (count - int(joined.sum())) * len(parts)
+        impl = "kernel" if count * sum(part.nbytes for part in parts) < KERNEL_BELOW * runs else "copy"
+    ends = _ends(count, max(part.nbytes for part in parts), STEP_LEAST if impl == "copy" else STEP_MOST)
+    cuts, copied = [0, *ends], None
+    if impl == "copy":
+        joined[ends[:-1]] = False
+        firsts = (~joined).nonzero().squeeze(1)
+        copied = PageRuns(
+            source.base + ours[firsts] * source.page_stride,
+            target.base + theirs[firsts] * target.page_stride,
+            firsts.diff(append=torch.tensor([count])),
+        )
+        cuts = torch.searchsorted(firsts, torch.tensor(cuts)).tolist()
+    steps: deque[Step] = deque()
+    for part in parts:
+        for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            whole = end if part is parts[-1] else 0
+            steps.append(Step(part, cuts[i], cuts[i + 1], whole, (end - begin) * part.nbytes))
+    return TransferPlan(impl, order, (ours, theirs), copied, steps)
+
+
+def _ends(count: int, page_bytes: int, first: int) -> list[int]:
+    """Where the pages are cut into steps: the first of so many bytes, each later one twice as many up to the most."""
+    ends, size = [0], first
+    while ends[-1] < count:
+        ends.append(min(ends[-1] + max(size // page_bytes, 1), count))
+        size = min(2 * size, STEP_MOST)
+    return ends[1:]
