@@ -10,7 +10,7 @@ from . import ops
 from .allocator import PageAllocator
 from .descriptors import count_layer_major, page_descriptors, page_regions, pair_descriptors
 from .disk import load_pages, save_pages
-from .formats import page_major, token_major, vllm
+from .formats import hicache, page_major, token_major, vllm
 from .functional import (
     attention,
     attention_impl,
@@ -38,6 +38,7 @@ __all__ = [
     "attention",
     "attention_impl",
     "count_layer_major",
+    "hicache",
     "load_kv",
     "load_pages",
     "merge_attention",

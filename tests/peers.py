@@ -40,6 +40,9 @@ class Peer:
 SGLANG_PAGE_MAJOR = Peer(
     "sglang", "0.5.17", ("sglang/srt/mem_cache/layout/page_major.py", "sglang/kernels/ops/kvcache/cache_move.py")
 )
+SGLANG_HICACHE = Peer(
+    "sglang", "0.5.17", ("sglang/srt/mem_cache/pool_host/base.py", "sglang/srt/mem_cache/pool_host/mha.py")
+)
 SGLANG_TOKEN_MAJOR = Peer(
     "sglang", "0.5.23", ("sglang/srt/mem_cache/layout/token_major.py", "sglang/srt/mem_cache/unified_memory_pool.py")
 )
