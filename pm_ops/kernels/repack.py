@@ -3,7 +3,8 @@
 A program moves a block of tokens, run after run: where each token's pages begin is worked out once, and a run is five
 numbers. A row of its tile is one token, so that neither page sizes nor the pages' order matter. All of a tile is loaded
 before any of it is stored. Words are 16 bytes (two int64 a thread, which the compiler joins) where the run's offsets,
-strides and length allow it, which is found out from the table, on the device; else 4, or 1.
+strides and length allow it, which is found out from the table, on the device; else 4, or 1. Elements that are widened
+are loaded and stored as such, in groups of 16 bytes of the source where offsets and strides allow it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from .common import on_device
+from .common import TRITON_DTYPE, on_device
 
 if TYPE_CHECKING:
     from ..ops.repack import RepackPages
@@ -39,14 +40,31 @@ def _move(
         tl.store(target + word, tl.load(source + word, mask=mask), mask=mask)
 
 
+@triton.jit
+def _widen(
+    source, target, at, to, exists, nbytes, SRC_DTYPE: tl.constexpr, DST_DTYPE: tl.constexpr, SRC_ITEM: tl.constexpr,
+    DST_ITEM: tl.constexpr, SRC_UNIT: tl.constexpr, DST_UNIT: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The elements of every row that exists, one by one; rows begin at whole units of bytes on either side."""
+    source = source.to(tl.pointer_type(SRC_DTYPE)) + (at // SRC_UNIT * (SRC_UNIT // SRC_ITEM))[:, None]
+    target = target.to(tl.pointer_type(DST_DTYPE)) + (to // DST_UNIT * (DST_UNIT // DST_ITEM))[:, None]
+    count = nbytes // SRC_UNIT * (SRC_UNIT // SRC_ITEM)
+    for first in tl.range(0, count, COLUMNS):
+        element = (first + tl.arange(0, COLUMNS))[None, :]
+        mask = exists[:, None] & (element < count)
+        x = tl.load(source + element, mask=mask)
+        tl.store(target + element, x.to(tl.float32).to(DST_DTYPE), mask=mask)  # both are exact
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks", "num_runs", "runs_each"])
 def _repack_pages(
     source, target, src_pages, dst_pages, runs, tokens: tl.int64, blocks, num_runs, runs_each, src_base: tl.int64,
     src_page_stride: tl.int64, src_num_pages: tl.int64, dst_base: tl.int64, dst_page_stride: tl.int64,
     dst_num_pages: tl.int64, LOW_BITS: tl.constexpr, SRC_SIZE: tl.constexpr, DST_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SRC_DTYPE: tl.constexpr, DST_DTYPE: tl.constexpr,
+    SRC_ITEM: tl.constexpr, DST_ITEM: tl.constexpr
 ):  # fmt: skip
-    """LOW_BITS: those in which pages begin. SRC_SIZE, DST_SIZE: tokens of a page."""
+    """LOW_BITS: those in which pages begin. SRC_SIZE, DST_SIZE: tokens of a page. SRC_DTYPE: None to widen nothing."""
     token = (tl.program_id(0) // blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     source_page = tl.load(src_pages + token // SRC_SIZE, mask=token < tokens, other=-1).to(tl.int64)
     target_page = tl.load(dst_pages + token // DST_SIZE, mask=token < tokens, other=-1).to(tl.int64)
@@ -57,17 +75,29 @@ def _repack_pages(
     target_slot = (token % DST_SIZE).to(tl.int32)
     first = (tl.program_id(0) % blocks) * runs_each
     for r in tl.range(first, tl.minimum(first + runs_each, num_runs)):
-        source_offset = tl.load(runs + r * 5)
-        source_stride = tl.load(runs + r * 5 + 1)
-        target_offset = tl.load(runs + r * 5 + 2)
-        target_stride = tl.load(runs + r * 5 + 3)
-        nbytes = tl.load(runs + r * 5 + 4)
+        source_offset = tl.load(runs + r * 6)
+        source_stride = tl.load(runs + r * 6 + 1)
+        target_offset = tl.load(runs + r * 6 + 2)
+        target_stride = tl.load(runs + r * 6 + 3)
+        nbytes = tl.load(runs + r * 6 + 4)
         at = source_page + (source_offset + source_slot * source_stride)
         to = target_page + (target_offset + target_slot * target_stride)
         of_page = (source_stride == 0) & (target_stride == 0)  # and so moves with the page's first token
         moved = exists & ((source_slot == 0) | (of_page == 0))
         low = source_offset | source_stride | target_offset | target_stride | nbytes | LOW_BITS
-        if low % 16 == 0:
+        wide = False
+        if SRC_DTYPE is not None:
+            wide = tl.load(runs + r * 6 + 5) != nbytes
+        if wide:
+            columns: tl.constexpr = COLUMNS * 8 // SRC_ITEM
+            if low % 16 == 0:
+                _widen(source, target, at, to, moved, nbytes, SRC_DTYPE, DST_DTYPE, SRC_ITEM, DST_ITEM, 16, 16, columns)
+            else:
+                _widen(
+                    source, target, at, to, moved, nbytes, SRC_DTYPE, DST_DTYPE, SRC_ITEM, DST_ITEM, SRC_ITEM, DST_ITEM,
+                    columns,
+                )  # fmt: skip
+        elif low % 16 == 0:
             _move(source, target, at, to, moved, nbytes, 16, tl.int64, 2, COLUMNS)
         elif low % 4 == 0:
             _move(source, target, at, to, moved, nbytes, 4, tl.int32, 1, COLUMNS // 2)
@@ -77,7 +107,7 @@ def _repack_pages(
 
 def repack_pages(a: RepackPages) -> None:
     """`pm_ops::repack_pages`. A page that does not exist, on either side, skips its tokens."""
-    a.check_apart()
+    a.check_addresses()
     num_runs = a.runs.shape[0]
     if a.tokens == 0 or num_runs == 0:
         return
@@ -90,11 +120,13 @@ def repack_pages(a: RepackPages) -> None:
     parts = triton.cdiv(a.tokens, rows)
     runs_each = min(max(parts * num_runs // _PROGRAMS, 1), _RUNS)
     blocks = triton.cdiv(num_runs, runs_each)
+    src_item, dst_item = a.items
+    src_dtype, dst_dtype = (None if dtype is None else TRITON_DTYPE[dtype] for dtype in (a.src_dtype, a.dst_dtype))
     low = a.source.data_ptr() | a.target.data_ptr() | src_base | dst_base | src_stride | dst_stride
     with on_device(a.target):
         _repack_pages[(parts * blocks,)](
             a.source, a.target, a.src_pages.contiguous(), a.dst_pages.contiguous(), a.runs.contiguous(), a.tokens,
             blocks, num_runs, runs_each, src_base, src_stride, src_pages, dst_base, dst_stride, dst_pages,
             LOW_BITS=low % 16, SRC_SIZE=a.src_page_size, DST_SIZE=a.dst_page_size, TOKENS=rows, COLUMNS=columns,
-            num_warps=_WARPS,
+            SRC_DTYPE=src_dtype, DST_DTYPE=dst_dtype, SRC_ITEM=src_item, DST_ITEM=dst_item, num_warps=_WARPS,
         )  # fmt: skip

@@ -132,7 +132,9 @@ def launch_every_kernel() -> None:
     copy_slots(CopySlots(pool.buffer, slots, slots, torch.tensor([[0, 40, 40]]), 4, pool.region))
     other = pages("token_major", 4, 6, 1, kinds)
     regions = (pool.region, other.region)
-    repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, torch.zeros(3, 5).long(), 15, 4, 4, *regions))
+    for dtypes in ((), (bf16, f32), (e4m3, bf16), (e5m2, f16)):
+        table = torch.zeros(3, 6).long()
+        repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, table, 15, 4, 4, *regions, *dtypes))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:

@@ -158,6 +158,7 @@ def arguments(**changes):
     return {**values, **changes}
 
 
+WIDE = {"src_dtype": torch.bfloat16, "dst_dtype": torch.float32}
 REFUSED = {
     "source must be a 1-D contiguous uint8": {"source": torch.zeros(4, 4, dtype=torch.uint8)},
     "target must be a 1-D contiguous uint8": {"target": torch.zeros(4096)},
@@ -165,8 +166,8 @@ REFUSED = {
     "dst_region .* does not lie in a buffer": {"dst_region": [0, 4000, 4000, 9999]},
     "src_pages must be a 1-D int32 or int64": {"src_pages": torch.zeros(3)},
     "dst_pages must be a 1-D int32 or int64": {"dst_pages": torch.zeros(3, 1, dtype=torch.int64)},
-    r"runs must be int64 \[R, 5\]": {"runs": torch.zeros(3, 4, dtype=torch.int64)},
-    "runs is empty": {"runs": torch.zeros(0, 5, dtype=torch.int64)},
+    r"runs must be int64 \[R, 6\]": {"runs": torch.zeros(3, 5, dtype=torch.int64)},
+    "runs is empty": {"runs": torch.zeros(0, 6, dtype=torch.int64)},
     "tokens=-1 must not be negative": {"tokens": -1},
     "page size 0 must be at least 1": {"src_page_size": 0},
     "src_pages names 1 pages of 8 tokens, too few for 20": {"src_pages": torch.tensor([0])},
@@ -174,9 +175,18 @@ REFUSED = {
     "src_pages has 99, but there are 5 pages in the source": {"src_pages": torch.tensor([0, 99, 1])},
     "dst_pages has 99, but there are 4 pages in the target": {"dst_pages": torch.tensor([0, 99])},
     "dst_pages names 1 twice": {"dst_pages": torch.tensor([1, 1])},
-    "runs leave the pages": {"runs": torch.tensor([[0, 16, 0, 16, 16], [0, 1 << 20, 0, 16, 16]])},
-    "or tokens overlap": {"runs": torch.tensor([[0, 16, 0, 8, 16]])},
-    "runs leave .* or tokens overlap": {"runs": torch.tensor([[0, 0, 0, 0, 16]])},  # a state, between unequal pages
+    "runs leave the pages": {"runs": torch.tensor([[0, 16, 0, 16, 16, 16], [0, 1 << 20, 0, 16, 16, 16]])},
+    "runs leave .* tokens overlap": {"runs": torch.tensor([[0, 16, 0, 8, 16, 16]])},
+    "runs .* tokens overlap": {"runs": torch.tensor([[0, 0, 0, 0, 16, 16]])},  # a state, between unequal pages
+    "not those of None and None": {"runs": torch.tensor([[0, 16, 0, 32, 16, 32]])},
+    "not those of torch.bfloat16": {"runs": torch.tensor([[0, 16, 0, 32, 16, 24]]), **WIDE},
+    "not those of torch.bfloat16 and": {"runs": torch.tensor([[0, 16, 2, 32, 16, 32]]), **WIDE},
+    "runs leave .* of torch.bfloat16": {"runs": torch.tensor([[0, 16, 0, 16, 16, 32]]), **WIDE},
+    "src_dtype torch.bfloat16 and dst_dtype None": {"src_dtype": torch.bfloat16},
+    "src_dtype None and dst_dtype torch.float32": {"dst_dtype": torch.float32},
+    "src_dtype torch.float32 and dst_dtype torch.bfloat16": {"src_dtype": torch.float32, "dst_dtype": torch.bfloat16},
+    "src_region .* multiples of 2 bytes": {"src_region": [1, 600, 500, 2], **WIDE},
+    "dst_region .* multiples of 4 bytes": {"dst_region": [0, 1202, 500, 2], **WIDE},
 }
 
 
