@@ -3,18 +3,20 @@
 A program moves a block of tokens, run after run: where each token's pages begin is worked out once, and a run is five
 numbers. A row of its tile is one token, so that neither page sizes nor the pages' order matter. All of a tile is loaded
 before any of it is stored. Words are 16 bytes (two int64 a thread, which the compiler joins) where the run's offsets,
-strides and length allow it, which is found out from the table, on the device; else 4, or 1. Elements that are widened
-are loaded and stored as such, in groups of 16 bytes of the source where offsets and strides allow it.
+strides and length allow it, which is found out from the table, on the device; else 4, or 1. Elements that get wider are
+loaded and stored one by one, side by side, so that the compiler joins them where that allows it. They are computed as
+integers: so every bit of them is the same on every card, and in the interpreter.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
-from .common import TRITON_DTYPE, on_device
+from .common import on_device
 
 if TYPE_CHECKING:
     from ..ops.repack import RepackPages
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 _ELEMENTS, _WARPS = 1024, 8  # of a tile, 8 bytes each: two words of 16 bytes a thread
 _LEAST, _MOST = 4, 64  # elements of a tile's row
 _PROGRAMS, _RUNS = 8192, 16  # programs that are enough for any GPU, and most runs that one of them moves
+_EXPONENT_AND_MANTISSA = {
+    torch.float32: (8, 23),
+    torch.float16: (5, 10),
+    torch.bfloat16: (8, 7),
+    torch.float8_e4m3fn: (4, 3),
+    torch.float8_e5m2: (5, 2),
+}  # bits
 
 
 @triton.jit
@@ -41,19 +50,66 @@ def _move(
 
 
 @triton.jit
+def _move_run(source, target, at, to, exists, nbytes, low, COLUMNS: tl.constexpr):
+    """A run as it is, in the widest words that `low`, in which offsets, strides and lengths have their bits, allows."""
+    if low % 16 == 0:
+        _move(source, target, at, to, exists, nbytes, 16, tl.int64, 2, COLUMNS)
+    elif low % 4 == 0:
+        _move(source, target, at, to, exists, nbytes, 4, tl.int32, 1, COLUMNS // 2)
+    else:
+        _move(source, target, at, to, exists, nbytes, 1, tl.int8, 1, COLUMNS // 2)
+
+
+@triton.jit
+def _float32(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """The bits of a number in fp32, from its bits in a narrower format."""
+    if EXPONENT == 8:
+        return x << 16  # bf16
+    size = (x & ((1 << (EXPONENT + MANTISSA)) - 1)) << (23 - MANTISSA)
+    bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
+    # A subnormal number as the mantissa of the smallest normal one, which is then taken off. No subnormal fp32 occurs.
+    least = (size + ((128 - bias) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - bias)
+    wide = tl.where(size < 1 << 23, least.to(tl.int32, bitcast=True), size + ((127 - bias) << 23))
+    if EXPONENT == 4:
+        wide = tl.where(size == 0x7F << 20, 0x7FC00000, wide)  # e4m3fn has one NaN, and no infinity
+    else:
+        top: tl.constexpr = ((1 << EXPONENT) - 1) << 23
+        wide = tl.where(size >= top, size + (0x7F800000 - top), wide)
+    return wide | ((x << (31 - EXPONENT - MANTISSA)) & -(2**31))
+
+
+@triton.jit
+def _wider(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, DST_EXPONENT: tl.constexpr, DST_ITEM: tl.constexpr):
+    """The bits of a number in a wider format: fp32, bf16, or fp16; the lower 16 of the int32 in the latter two."""
+    x = x.to(tl.int32)
+    if DST_ITEM == 4:
+        return _float32(x, EXPONENT, MANTISSA)
+    if DST_EXPONENT == 8:
+        return _float32(x, EXPONENT, MANTISSA) >> 16
+    if EXPONENT == 5:
+        return x << 8
+    wide = _float32(x & 0x7F, EXPONENT, MANTISSA)  # 0, NaN, or a number that is normal in fp16
+    half = tl.where(wide == 0, 0, (wide >> 13) - (112 << 10))
+    return tl.where(wide > 0x7F800000, 0x7E00, half) | ((x << 8) & 0x8000)
+
+
+@triton.jit
 def _widen(
-    source, target, at, to, exists, nbytes, SRC_DTYPE: tl.constexpr, DST_DTYPE: tl.constexpr, SRC_ITEM: tl.constexpr,
-    DST_ITEM: tl.constexpr, SRC_UNIT: tl.constexpr, DST_UNIT: tl.constexpr, COLUMNS: tl.constexpr
+    source, target, at, to, exists, nbytes, SRC_UNIT: tl.constexpr, DST_UNIT: tl.constexpr, EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr, SRC_ITEM: tl.constexpr, DST_EXPONENT: tl.constexpr, DST_ITEM: tl.constexpr,
+    COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The elements of every row that exists, one by one; rows begin at whole units of bytes on either side."""
-    source = source.to(tl.pointer_type(SRC_DTYPE)) + (at // SRC_UNIT * (SRC_UNIT // SRC_ITEM))[:, None]
-    target = target.to(tl.pointer_type(DST_DTYPE)) + (to // DST_UNIT * (DST_UNIT // DST_ITEM))[:, None]
+    """The elements of every row that exists; rows begin at whole units of bytes on either side."""
+    source = source.to(tl.pointer_type(tl.int8 if SRC_ITEM == 1 else tl.int16))
+    target = target.to(tl.pointer_type(tl.int16 if DST_ITEM == 2 else tl.int32))
+    source += (at // SRC_UNIT * (SRC_UNIT // SRC_ITEM))[:, None]
+    target += (to // DST_UNIT * (DST_UNIT // DST_ITEM))[:, None]
     count = nbytes // SRC_UNIT * (SRC_UNIT // SRC_ITEM)
     for first in tl.range(0, count, COLUMNS):
         element = (first + tl.arange(0, COLUMNS))[None, :]
         mask = exists[:, None] & (element < count)
         x = tl.load(source + element, mask=mask)
-        tl.store(target + element, x.to(tl.float32).to(DST_DTYPE), mask=mask)  # both are exact
+        tl.store(target + element, _wider(x, EXPONENT, MANTISSA, DST_EXPONENT, DST_ITEM), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "num_runs", "runs_each"])
@@ -61,10 +117,10 @@ def _repack_pages(
     source, target, src_pages, dst_pages, runs, tokens: tl.int64, blocks, num_runs, runs_each, src_base: tl.int64,
     src_page_stride: tl.int64, src_num_pages: tl.int64, dst_base: tl.int64, dst_page_stride: tl.int64,
     dst_num_pages: tl.int64, LOW_BITS: tl.constexpr, SRC_SIZE: tl.constexpr, DST_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SRC_DTYPE: tl.constexpr, DST_DTYPE: tl.constexpr,
-    SRC_ITEM: tl.constexpr, DST_ITEM: tl.constexpr
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
+    SRC_ITEM: tl.constexpr, DST_EXPONENT: tl.constexpr, DST_ITEM: tl.constexpr
 ):  # fmt: skip
-    """LOW_BITS: those in which pages begin. SRC_SIZE, DST_SIZE: tokens of a page. SRC_DTYPE: None to widen nothing."""
+    """LOW_BITS: those in which pages begin. SRC_SIZE, DST_SIZE: tokens of a page. EXPONENT: 0 where nothing widens."""
     token = (tl.program_id(0) // blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     source_page = tl.load(src_pages + token // SRC_SIZE, mask=token < tokens, other=-1).to(tl.int64)
     target_page = tl.load(dst_pages + token // DST_SIZE, mask=token < tokens, other=-1).to(tl.int64)
@@ -85,24 +141,22 @@ def _repack_pages(
         of_page = (source_stride == 0) & (target_stride == 0)  # and so moves with the page's first token
         moved = exists & ((source_slot == 0) | (of_page == 0))
         low = source_offset | source_stride | target_offset | target_stride | nbytes | LOW_BITS
-        wide = False
-        if SRC_DTYPE is not None:
-            wide = tl.load(runs + r * 6 + 5) != nbytes
-        if wide:
+        if EXPONENT == 0:
+            _move_run(source, target, at, to, moved, nbytes, low, COLUMNS)
+        elif tl.load(runs + r * 6 + 5) == nbytes:
+            _move_run(source, target, at, to, moved, nbytes, low, COLUMNS)
+        else:
             columns: tl.constexpr = COLUMNS * 8 // SRC_ITEM
             if low % 16 == 0:
-                _widen(source, target, at, to, moved, nbytes, SRC_DTYPE, DST_DTYPE, SRC_ITEM, DST_ITEM, 16, 16, columns)
+                _widen(
+                    source, target, at, to, moved, nbytes, 16, 16, EXPONENT, MANTISSA, SRC_ITEM, DST_EXPONENT, DST_ITEM,
+                    columns
+                )  # fmt: skip
             else:
                 _widen(
-                    source, target, at, to, moved, nbytes, SRC_DTYPE, DST_DTYPE, SRC_ITEM, DST_ITEM, SRC_ITEM, DST_ITEM,
-                    columns,
+                    source, target, at, to, moved, nbytes, SRC_ITEM, DST_ITEM, EXPONENT, MANTISSA, SRC_ITEM,
+                    DST_EXPONENT, DST_ITEM, columns
                 )  # fmt: skip
-        elif low % 16 == 0:
-            _move(source, target, at, to, moved, nbytes, 16, tl.int64, 2, COLUMNS)
-        elif low % 4 == 0:
-            _move(source, target, at, to, moved, nbytes, 4, tl.int32, 1, COLUMNS // 2)
-        else:
-            _move(source, target, at, to, moved, nbytes, 1, tl.int8, 1, COLUMNS // 2)
 
 
 def repack_pages(a: RepackPages) -> None:
@@ -121,12 +175,14 @@ def repack_pages(a: RepackPages) -> None:
     runs_each = min(max(parts * num_runs // _PROGRAMS, 1), _RUNS)
     blocks = triton.cdiv(num_runs, runs_each)
     src_item, dst_item = a.items
-    src_dtype, dst_dtype = (None if dtype is None else TRITON_DTYPE[dtype] for dtype in (a.src_dtype, a.dst_dtype))
+    exponent, mantissa = (0, 0) if a.src_dtype is None else _EXPONENT_AND_MANTISSA[a.src_dtype]
+    dst_exponent = 0 if a.dst_dtype is None else _EXPONENT_AND_MANTISSA[a.dst_dtype][0]
     low = a.source.data_ptr() | a.target.data_ptr() | src_base | dst_base | src_stride | dst_stride
     with on_device(a.target):
         _repack_pages[(parts * blocks,)](
             a.source, a.target, a.src_pages.contiguous(), a.dst_pages.contiguous(), a.runs.contiguous(), a.tokens,
             blocks, num_runs, runs_each, src_base, src_stride, src_pages, dst_base, dst_stride, dst_pages,
             LOW_BITS=low % 16, SRC_SIZE=a.src_page_size, DST_SIZE=a.dst_page_size, TOKENS=rows, COLUMNS=columns,
-            SRC_DTYPE=src_dtype, DST_DTYPE=dst_dtype, SRC_ITEM=src_item, DST_ITEM=dst_item, num_warps=_WARPS,
+            EXPONENT=exponent, MANTISSA=mantissa, SRC_ITEM=src_item, DST_EXPONENT=dst_exponent, DST_ITEM=dst_item,
+            num_warps=_WARPS,
         )  # fmt: skip
