@@ -21,6 +21,7 @@ from .functional import (
 )
 from .header import PageHeader
 from .layout import PageLayout, Plane
+from .nixl import NixlPages
 from .page_store import PageStore
 from .pool import PagePool
 from .repack import RepackPlan
@@ -28,6 +29,7 @@ from .repack import RepackPlan
 __version__ = "0.1.0"
 
 __all__ = [
+    "NixlPages",
     "PageAllocator",
     "PageHeader",
     "PageLayout",
