@@ -4,8 +4,8 @@ A program moves a block of tokens, run after run: where each token's pages begin
 numbers. A row of its tile is one token, so that neither page sizes nor the pages' order matter. All of a tile is loaded
 before any of it is stored. Words are 16 bytes (two int64 a thread, which the compiler joins) where the run's offsets,
 strides and length allow it, which is found out from the table, on the device; else 4, or 1. Elements that get wider are
-loaded and stored one by one, side by side, so that the compiler joins them where that allows it. They are computed as
-integers: so every bit of them is the same on every card, and in the interpreter.
+loaded and stored one by one, side by side, so that the compiler joins them where that allows it; they are computed from
+their bits, since not every card, nor the interpreter, converts every format.
 """
 
 from __future__ import annotations
@@ -61,36 +61,27 @@ def _move_run(source, target, at, to, exists, nbytes, low, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def _float32(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """The bits of a number in fp32, from its bits in a narrower format."""
-    if EXPONENT == 8:
-        return x << 16  # bf16
-    size = (x & ((1 << (EXPONENT + MANTISSA)) - 1)) << (23 - MANTISSA)
-    bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
-    # A subnormal number as the mantissa of the smallest normal one, which is then taken off. No subnormal fp32 occurs.
-    least = (size + ((128 - bias) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - bias)
-    wide = tl.where(size < 1 << 23, least.to(tl.int32, bitcast=True), size + ((127 - bias) << 23))
-    if EXPONENT == 4:
-        wide = tl.where(size == 0x7F << 20, 0x7FC00000, wide)  # e4m3fn has one NaN, and no infinity
-    else:
-        top: tl.constexpr = ((1 << EXPONENT) - 1) << 23
-        wide = tl.where(size >= top, size + (0x7F800000 - top), wide)
-    return wide | ((x << (31 - EXPONENT - MANTISSA)) & -(2**31))
-
-
-@triton.jit
 def _wider(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, DST_EXPONENT: tl.constexpr, DST_ITEM: tl.constexpr):
-    """The bits of a number in a wider format: fp32, bf16, or fp16; the lower 16 of the int32 in the latter two."""
-    x = x.to(tl.int32)
-    if DST_ITEM == 4:
-        return _float32(x, EXPONENT, MANTISSA)
-    if DST_EXPONENT == 8:
-        return _float32(x, EXPONENT, MANTISSA) >> 16
-    if EXPONENT == 5:
-        return x << 8
-    wide = _float32(x & 0x7F, EXPONENT, MANTISSA)  # 0, NaN, or a number that is normal in fp16
-    half = tl.where(wide == 0, 0, (wide >> 13) - (112 << 10))
-    return tl.where(wide > 0x7F800000, 0x7E00, half) | ((x << 8) & 0x8000)
+    """The bits of a number in a wider format, from its bits. All but bf16 are fp16 numbers first."""
+    if EXPONENT == 8:
+        return x.to(tl.int32) << 16
+    else:
+        if MANTISSA == 10:
+            half = x.to(tl.float16, bitcast=True)
+        elif EXPONENT == 5:
+            half = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+        else:
+            # e4m3fn, with an exponent that fp16 takes for one of 8 less; its one NaN, and no infinity, is all ones
+            bits = x.to(tl.int16)
+            size = bits & 0x7F
+            half = ((size << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+            half = tl.where(size == 0x7F, float("nan"), half)
+        if DST_EXPONENT == 5:
+            return half.to(tl.int16, bitcast=True)
+        elif DST_ITEM == 4:
+            return half.to(tl.float32).to(tl.int32, bitcast=True)
+        else:
+            return (half.to(tl.float32).to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 
 @triton.jit
@@ -148,9 +139,11 @@ def _repack_pages(
         else:
             columns: tl.constexpr = COLUMNS * 8 // SRC_ITEM
             if low % 16 == 0:
+                # as many elements in a unit on either side: else each would have threads of its own for them
+                unit: tl.constexpr = 16 * SRC_ITEM // DST_ITEM
                 _widen(
-                    source, target, at, to, moved, nbytes, 16, 16, EXPONENT, MANTISSA, SRC_ITEM, DST_EXPONENT, DST_ITEM,
-                    columns
+                    source, target, at, to, moved, nbytes, unit, 16, EXPONENT, MANTISSA, SRC_ITEM, DST_EXPONENT,
+                    DST_ITEM, columns
                 )  # fmt: skip
             else:
                 _widen(
