@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _ELEMENTS, _WARPS = 1024, 8  # of a tile, 8 bytes each: two words of 16 bytes a thread
 _LEAST, _MOST = 4, 64  # elements of a tile's row
+_REGISTERS = 96  # of a thread that widens, so that two blocks fit a multiprocessor; else it takes 140
 _PROGRAMS, _RUNS = 8192, 16  # programs that are enough for any GPU, and most runs that one of them moves
 _EXPONENT_AND_MANTISSA = {
     torch.float32: (8, 23),
@@ -137,18 +138,17 @@ def _repack_pages(
         elif tl.load(runs + r * 6 + 5) == nbytes:
             _move_run(source, target, at, to, moved, nbytes, low, COLUMNS)
         else:
-            columns: tl.constexpr = COLUMNS * 8 // SRC_ITEM
             if low % 16 == 0:
                 # as many elements in a unit on either side: else each would have threads of its own for them
                 unit: tl.constexpr = 16 * SRC_ITEM // DST_ITEM
                 _widen(
                     source, target, at, to, moved, nbytes, unit, 16, EXPONENT, MANTISSA, SRC_ITEM, DST_EXPONENT,
-                    DST_ITEM, columns
+                    DST_ITEM, COLUMNS * 8 // SRC_ITEM
                 )  # fmt: skip
             else:
                 _widen(
                     source, target, at, to, moved, nbytes, SRC_ITEM, DST_ITEM, EXPONENT, MANTISSA, SRC_ITEM,
-                    DST_EXPONENT, DST_ITEM, columns
+                    DST_EXPONENT, DST_ITEM, COLUMNS // 2
                 )  # fmt: skip
 
 
@@ -170,6 +170,7 @@ def repack_pages(a: RepackPages) -> None:
     src_item, dst_item = a.items
     exponent, mantissa = (0, 0) if a.src_dtype is None else _EXPONENT_AND_MANTISSA[a.src_dtype]
     dst_exponent = 0 if a.dst_dtype is None else _EXPONENT_AND_MANTISSA[a.dst_dtype][0]
+    options = {"maxnreg": _REGISTERS} if exponent else {}
     low = a.source.data_ptr() | a.target.data_ptr() | src_base | dst_base | src_stride | dst_stride
     with on_device(a.target):
         _repack_pages[(parts * blocks,)](
@@ -177,5 +178,5 @@ def repack_pages(a: RepackPages) -> None:
             blocks, num_runs, runs_each, src_base, src_stride, src_pages, dst_base, dst_stride, dst_pages,
             LOW_BITS=low % 16, SRC_SIZE=a.src_page_size, DST_SIZE=a.dst_page_size, TOKENS=rows, COLUMNS=columns,
             EXPONENT=exponent, MANTISSA=mantissa, SRC_ITEM=src_item, DST_EXPONENT=dst_exponent, DST_ITEM=dst_item,
-            num_warps=_WARPS,
+            num_warps=_WARPS, **options,
         )  # fmt: skip

@@ -54,7 +54,7 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         backend = make_backend(target)
-        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        names = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         bound, specialization, _ = create_function_from_signature(self.signature, self.params, backend)(*args, **kwargs)
         seen.add(f"{self.__name__} {specialization} {options}")
