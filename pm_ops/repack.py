@@ -69,11 +69,8 @@ class RepackPlan:
     def __post_init__(self) -> None:
         if self.heads is not None and (len(self.heads) != 3 or min(self.heads[:2]) < 0 or self.heads[2] < 1):
             raise ValueError(f"heads={self.heads}: give (first source head, first target head, count), count >= 1")
-        _ = (
-            self.runs,
-            self.widening,
-            self._tables,
-        )  # refuses what does not fit; and a first call of run may be a compiled one
+        # what does not fit is refused here; and a first call of run may be a compiled one
+        _ = self.runs, self.widening, self._tables
 
     @cached_property
     def layer_pairs(self) -> tuple[tuple[int, int], ...]:
@@ -214,8 +211,8 @@ class RepackPlan:
             if set(here) != set(there):
                 raise ValueError(f"{has}; both must hold the same kinds, or pass kinds= to move some of them")
             return here
-        if not self.kinds or not set(self.kinds) <= set(here) & set(there):
-            raise ValueError(f"{has}; kinds={list(self.kinds)} must name one or more that both have")
+        if not self.kinds or not set(self.kinds) <= set(here) & set(there) or len(set(self.kinds)) < len(self.kinds):
+            raise ValueError(f"{has}; kinds={list(self.kinds)} must name one or more that both have, each once")
         return self.kinds
 
     def _rows(self, ours: Plane, theirs: Plane) -> list[RepackRun]:

@@ -30,7 +30,9 @@ def other(pipe: Connection) -> None:
     pools = {name: packed_pool(layout, 8, 1) for name, layout in LAYOUTS.items()} | {
         "large": packed_pool(LARGE, 129, 1)
     }
-    nixl = pm_ops.NixlPages("other", *pools.values(), model=MODEL)
+    from nixl._api import nixl_agent
+
+    nixl = pm_ops.NixlPages(nixl_agent("other"), *pools.values(), model=MODEL)
     while (request := pipe.recv()) is not None:
         verb, name, *arguments = request
         if verb == "offer":

@@ -142,6 +142,7 @@ REFUSED = {
         (page_major(dtype="int8", scales=True), page_major(dtype="int8")), {}),
     "target value; both must hold the same kinds, or pass kinds=": ((page_major(), page_major().part("value")), {}),
     r"target value; kinds=\['key'\] must name one": ((page_major(), page_major().part("value")), {"kinds": ["key"]}),
+    r"kinds=\['key', 'key'\] must name .* each once": ((page_major(), page_major()), {"kinds": ["key", "key"]}),
     r"kinds=\[\] must name one or more that both have": ((page_major(), page_major()), {"kinds": []}),
     "a state belongs to a whole page; .* 4 and 8 tokens": ((state(4), state(8)), {}),
     "a state belongs to a whole page; .* without heads=": ((state(4), state(4)), {"heads": (0, 0, 1)}),
