@@ -10,7 +10,7 @@ from . import ops
 from .allocator import PageAllocator
 from .descriptors import count_layer_major, page_descriptors, page_regions, pair_descriptors
 from .disk import load_pages, save_pages
-from .formats import page_major, token_major, vllm
+from .formats import hicache, page_major, token_major, vllm
 from .functional import (
     attention,
     attention_impl,
@@ -22,6 +22,7 @@ from .functional import (
 from .header import PageHeader
 from .host import HostPool
 from .layout import PageLayout, Plane
+from .nixl import NixlPages
 from .page_store import PageStore
 from .pool import PagePool
 from .repack import RepackPlan
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HostPool",
+    "NixlPages",
     "PageAllocator",
     "PageHeader",
     "PageLayout",
@@ -40,6 +42,7 @@ __all__ = [
     "attention",
     "attention_impl",
     "count_layer_major",
+    "hicache",
     "load_kv",
     "load_pages",
     "merge_attention",

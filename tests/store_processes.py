@@ -1,6 +1,7 @@
 """Processes that share a PageStore, for tests/test_page_store.py: killed writers, and writers that race a reader.
 
     python store_processes.py killed FOLDER ROUNDS     random moments
+    python store_processes.py replaced FOLDER ROUNDS   random moments, while one file is replaced again and again
     python store_processes.py stopped FOLDER           before and after every step of a write
     python store_processes.py race FOLDER              two writers of the same keys, one reader, room for a few entries
 
@@ -47,32 +48,65 @@ def fork(function: Callable[[], Any]) -> int:
     return pid
 
 
+def kill_at_random(seed: int, write_on: Callable[[Callable[[str], None]], None]) -> list[str]:
+    """Run a writer that goes on for ever, and kill it once it has said something; all that it said."""
+    read, write = os.pipe()
+    pid = fork(lambda: write_on(lambda word: os.write(write, f"{word} ".encode())))
+    os.close(write)
+    said = os.read(read, 1)  # it writes
+    time.sleep(random.Random(seed).uniform(0, 0.02))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    while more := os.read(read, 1 << 16):
+        said += more
+    os.close(read)
+    return said.decode().split()
+
+
 def killed(folder: str, rounds: int) -> dict[str, Any]:
     """Writers write until they are killed: the keys whose ``put`` had returned, and how many died while writing."""
     done: list[str] = []
     cut = 0
     for n in range(rounds):
-        read, write = os.pipe()
 
-        def write_on(n: int = n, write: int = write) -> None:
+        def write_on(say: Callable[[str], None], n: int = n) -> None:
             store = PageStore(folder, 1 << 40, model=MODEL)
             for i in count():
                 key = f"{n}-{i}"
                 store.put(key, pool_of(n * 1000 + i), PAGES)
-                os.write(write, f"{key} ".encode())
+                say(key)
 
-        pid = fork(write_on)
-        os.close(write)
-        said = os.read(read, 1)  # it writes
-        time.sleep(random.Random(n).uniform(0, 0.02))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        while more := os.read(read, 1 << 16):
-            said += more
-        os.close(read)
-        done += said.decode().split()
-        cut += any(name.startswith(".pm_ops-") for name in os.listdir(folder))  # the next one to open it removes it
+        done += kill_at_random(n, write_on)
+        cut += unfinished(folder)  # the next one to open the folder removes it
     return {"done": done, "cut": cut}
+
+
+def unfinished(folder: str) -> bool:
+    return any(name.startswith(".pm_ops-") for name in os.listdir(folder))
+
+
+def replaced(folder: str, rounds: int) -> dict[str, Any]:
+    """The number that the file held after each kill, the last one whose ``save_pages`` had returned, and as above."""
+    path, found, begun, cut = f"{folder}/pages", [], 0, 0
+    for n in range(rounds):
+
+        def write_on(say: Callable[[str], None], begun: int = begun) -> None:
+            for i in count(begun):
+                pm_ops.save_pages(path, pool_of(i), PAGES, model=f"{i}")
+                say(f"{i}")
+
+        done = int(kill_at_random(n, write_on)[-1])
+        cut += unfinished(folder)
+        for name in os.listdir(folder):
+            if name.startswith(".pm_ops-"):
+                os.unlink(f"{folder}/{name}")
+        with open(path, "rb") as file:
+            held = int(pm_ops.disk.read_header(file)[0].model)
+        pool = PagePool(LAYOUT, 4)
+        pm_ops.load_pages(path, pool, [0, 1, 2, 3], model=f"{held}")
+        found.append([held, done, torch.equal(pool.pages, pool_of(held).gather(PAGES))])
+        begun = held + 1
+    return {"found": found, "cut": cut}
 
 
 def stopped(folder: str) -> dict[str, Any]:
@@ -133,4 +167,8 @@ def race(folder: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not outlive a fork
     name, folder, *rest = sys.argv[1:]
-    print(json.dumps({"killed": killed, "stopped": stopped, "race": race}[name](folder, *map(int, rest))))
+    print(
+        json.dumps(
+            {"killed": killed, "replaced": replaced, "stopped": stopped, "race": race}[name](folder, *map(int, rest))
+        )
+    )

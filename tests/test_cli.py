@@ -234,6 +234,14 @@ def test_a_binary_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "is not JSON" in refusal(capsys, str(path))
 
 
+@pytest.mark.parametrize("name", ["page_first_direct", "layer_first", "page_first", "page_head"])
+def test_hicaches_formats_need_dims_that_are_equal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"--layers 2 --kv-heads 3 --head-dim 8 --page-size 4 --dtype float16 --format {name}".split()
+    record = inspect(capsys, *flags)
+    assert pm_ops.PageLayout.from_json(json.dumps(record["layout"])) == pm_ops.hicache(2, 3, 8, 4, "float16", name)
+    assert "needs K and V of equal dims" in refusal(capsys, *flags, "--value-dim", "16")
+
+
 def test_layers_that_differ_are_refused_by_the_formats_that_need_them_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,31 @@ def test_vllm_puts_k_and_v_of_one_token_and_head_side_by_side(order: str) -> Non
     assert layout.page_bytes == 3 * 2 * 4 * 2 * dim * item
 
 
+@pytest.mark.parametrize(
+    ("order", "axes"),
+    [("page_first_direct", "LNH"), ("layer_first", "LNH"), ("page_first", "NLH"), ("page_head", "HNL")],
+)
+def test_hicache_puts_k_of_all_layers_before_v_of_all_layers(order: str, axes: str) -> None:
+    sizes = {"L": 3, "H": 2, "N": 4}
+    dim, item = 5, 2
+    layout = pm_ops.hicache(sizes["L"], sizes["H"], dim, sizes["N"], "bfloat16", order)
+    for layer in range(sizes["L"]):
+        for half, kind in enumerate(("key", "value")):
+            for (t, h, d), byte in addresses(layout, layer, kind).items():
+                index = {"L": layer, "H": h, "N": t}
+                row = half
+                for axis in axes:
+                    row = row * sizes[axis] + index[axis]
+                assert byte == (row * dim + d) * item
+    assert layout.page_bytes == 2 * 3 * 2 * 4 * dim * item
+
+
+def test_hicache_without_an_order_is_page_first_direct_and_others_are_refused() -> None:
+    assert pm_ops.hicache(2, 3, 8, 4, "float16") == pm_ops.hicache(2, 3, 8, 4, "float16", "page_first_direct")
+    with pytest.raises(ValueError, match="'page_last'.*page_first_direct, layer_first, page_first, page_head"):
+        pm_ops.hicache(2, 2, 8, 4, torch.float32, "page_last")
+
+
 def test_page_major_equals_token_major_at_page_size_1_up_to_padding() -> None:
     rng = random.Random(0)
     for _ in range(50):
@@ -168,7 +193,7 @@ def test_a_list_of_the_wrong_length_is_refused_by_name() -> None:
         pm_ops.page_major(3, [1, 2], 8, 4, torch.float32)
 
 
-@pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major, pm_ops.vllm])
+@pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major, pm_ops.vllm, pm_ops.hicache])
 def test_a_dtype_may_be_given_by_its_name(make: Callable[..., pm_ops.PageLayout]) -> None:
     for name in ("bfloat16", "torch.bfloat16"):
         assert make(2, 3, 8, 4, name) == make(2, 3, 8, 4, torch.bfloat16)
@@ -189,7 +214,7 @@ def test_an_unknown_vllm_order_is_refused_with_the_supported_ones() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"layers": 0}, {"kv_heads": 0}, {"head_dim": -8}, {"page_size": 0}])
-@pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major, pm_ops.vllm])
+@pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major, pm_ops.vllm, pm_ops.hicache])
 def test_sizes_below_one_are_refused(make, bad: dict[str, int]) -> None:
     shape = {"layers": 2, "kv_heads": 2, "head_dim": 8, "page_size": 4, "dtype": torch.float32}
     with pytest.raises(ValueError, match=r"page_size >= 1|must be positive"):

@@ -9,6 +9,8 @@ import torch
 
 import peers
 import pm_ops
+from pm_ops.ops._common import bits
+from pm_ops.testing import fill_random
 
 pytestmark = pytest.mark.engines
 
@@ -65,6 +67,29 @@ def unified_pool(token_major: ModuleType) -> ModuleType:
     stubs = {name: peers.hollow(name) for name in hollow}
     stubs["sglang.srt.mem_cache.layout.token_major"] = token_major
     return peers.load(peers.SGLANG_TOKEN_MAJOR, "sglang/srt/mem_cache/unified_memory_pool.py", stubs)
+
+
+@pytest.fixture(scope="module")
+def host_pool() -> type:
+    """SGLang's HiCache host pool, MHATokenToKVPoolHost, with plain memory in place of pinned."""
+    memory = type("Memory", (), {"available": 1 << 40})
+    stubs = {
+        "psutil": peers.stub("psutil", virtual_memory=memory),
+        "sglang.kernels.ops.kvcache.hicache": peers.hollow("hicache"),
+        "sglang.srt.mem_cache.memory_pool": peers.hollow("memory_pool"),
+        "sglang.srt.mem_cache.pool_host.common": peers.stub(
+            "common",
+            ALLOC_MEMORY_FUNCS={"cpu": lambda dims, dtype, **_: torch.zeros(dims, dtype=dtype)},
+            get_allocator_from_storage=lambda kind: None,
+            _cuda_host_unregister=lambda buffer: None,
+        ),
+        "sglang.srt.utils": peers.stub(
+            "utils", **{f"is_{device}": lambda: False for device in ("cuda", "hip", "mps", "npu", "xpu")}
+        ),
+    }
+    folder = "sglang/srt/mem_cache/pool_host"
+    stubs["sglang.srt.mem_cache.pool_host.base"] = peers.load(peers.SGLANG_HICACHE, f"{folder}/base.py", stubs)
+    return peers.load(peers.SGLANG_HICACHE, f"{folder}/mha.py", stubs).MHATokenToKVPoolHost
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +217,48 @@ def test_vllm_formats_are_vllms_stride_orders(seed: int, order: str, kv_cache_la
 def test_every_block_outermost_order_of_vllm_is_supported(kv_cache_layout: ModuleType) -> None:
     theirs = {member.name for member in kv_cache_layout.KVCacheLayout if member.is_block_outermost}
     assert theirs == set(pm_ops.formats.VLLM_ORDERS)
+
+
+@pytest.mark.parametrize("order", ["page_first_direct", "page_first", "page_head", "layer_first"])
+@pytest.mark.parametrize("seed", range(6))
+def test_hicache_pages_are_those_of_sglangs_host_pool(seed: int, order: str, host_pool: Any) -> None:
+    """A flat page that SGLang 0.5.17's own host pool takes and gives; and where K and V lie in the pool itself."""
+    shape = geometry(seed, dims=(8, 64, 96))
+    del shape["value_dim"]
+    layers, heads, dim, page_size, dtype = shape.values()
+    device_pool = type("DevicePool", (), {
+        "store_dtype": dtype, "head_num": heads, "head_dim": dim, "layer_num": layers, "size": 4 * page_size,
+        "start_layer": 0, "end_layer": layers, "device": "cpu", "layer_shard_enabled": False,
+    })()  # fmt: skip
+    theirs = host_pool(device_pool, 2.0, 0, page_size, order, pin_memory=False)
+    layout = pm_ops.hicache(**shape, order=order)
+    ours = pm_ops.PagePool(layout, theirs.page_num)
+    assert layout.page_bytes == page_size * theirs.get_size_per_token()
+
+    fill_random(ours.buffer, seed)
+    for page in range(ours.num_pages):
+        theirs.set_from_flat_data_page(page * page_size, ours.pages[page].view(dtype))
+        assert torch.equal(theirs.get_data_page(page * page_size).view(torch.uint8), ours.pages[page])
+
+    # token, head and element of a layer, by SGLang's axes; those of ours lie on the same bytes of SGLang's tensor
+    axes = {"page_first": (2, 0, 1, 3, 4), "page_first_direct": (1, 0, 2, 3, 4), "page_head": (3, 0, 2, 1, 4)}
+    buffer = theirs.kv_buffer.view(torch.uint8).flatten()
+    for half, (kind, cache) in enumerate((("key", theirs.k_buffer), ("value", theirs.v_buffer))):
+        if order == "layer_first":  # layer-major: a pool a layer
+            part, base = pm_ops.page_major(1, *list(shape.values())[1:]).part(kind), half * buffer.numel() // 2
+            bases = [base + layer * buffer.numel() // 2 // layers for layer in range(layers)]
+            pools = [pm_ops.PagePool(part, ours.num_pages, buffer=buffer, base=at) for at in bases]
+            views = [pool.view(0, kind) for pool in pools]
+            by_layer = cache.unflatten(1, (ours.num_pages, page_size))
+        else:
+            part = layout.part(kind)
+            pool = pm_ops.PagePool(part, ours.num_pages, buffer=buffer, base=half * buffer.numel() // 2)
+            views = [pool.view(layer, kind) for layer in range(layers)]
+            by_page = cache.unflatten(0, (ours.num_pages, page_size)) if order == "page_first" else cache
+            by_layer = by_page.permute(axes[order])
+        for layer in range(layers):
+            assert_same_bytes(views[layer], by_layer[layer])
+            assert torch.equal(bits(views[layer]), bits(ours.view(layer, kind)))
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])

@@ -335,3 +335,23 @@ page_major: a page of 16 tokens, 32 layers, 2097152 B (131072 B a token)
   2064384  L31 value  16 tokens x 8 x 128 bfloat16  strides: token 2048 B, head 256 B
   2097152  end        no padding""",
         )
+
+
+def test_a_part_is_a_page_from_its_first_byte_to_its_last() -> None:
+    layout = pm_ops.page_major(3, 2, 8, 4, torch.float16, value_dim=6)
+    block, key = 4 * 2 * (8 + 6) * 2, 4 * 2 * 8 * 2
+    assert layout.part("key", layers=[2]) == PageLayout(
+        4, key, (dataclasses.replace(layout.plane(2, "key"), offset=0),)
+    )
+    values = layout.part("value")
+    assert [p.offset for p in values.planes] == [0, block, 2 * block] and values.name == "page_major value"
+    assert values.page_bytes == 3 * block - key
+    assert layout.part("key", "value") == layout
+    interleaved = pm_ops.vllm(2, 2, 8, 4, torch.float16).part("value")
+    assert (interleaved.plane(0, "value").offset, interleaved.page_bytes) == (0, 2 * 4 * 2 * 16 * 2 - 16)
+
+
+@pytest.mark.parametrize(("kinds", "layers"), [(("ssm",), None), (("key",), [7]), ((), None)])
+def test_a_part_without_planes_is_refused(kinds: tuple[str, ...], layers: list[int] | None) -> None:
+    with pytest.raises(ValueError, match="no plane of .* there are key, value in 0 to 2"):
+        pm_ops.page_major(3, 2, 8, 4, torch.float16).part(*kinds, layers=layers)

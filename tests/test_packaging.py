@@ -89,7 +89,7 @@ def test_the_wheel_says_what_it_needs_and_offers(wheel: Path) -> None:
         assert f"{folder}/licenses/LICENSE" in archive.namelist()
     needed = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
     assert needed == ["torch>=2.11"]
-    assert set(metadata.get_all("Provides-Extra") or []) == {"triton", "transformers", "vllm", "sglang", "test"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {"triton", "transformers", "vllm", "sglang", "nixl", "test"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     assert "[torch_dynamo_backends]\npm_ops = pm_ops.compile_passes.backend:pm_ops_backend" in entry_points

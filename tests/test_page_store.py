@@ -239,8 +239,15 @@ def test_a_file_taken_for_left_over_before_it_was_locked_is_begun_anew(
     assert torch.equal(got.pages, pool.pages[:2])
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_killed_writer_loses_at_most_the_entry_in_flight(rounds: int, tmp_path: Path) -> None:
+def test_a_file_that_is_being_replaced_when_its_writer_is_killed_is_the_old_or_the_new_one(tmp_path: Path) -> None:
+    happened = run("replaced", tmp_path, 30)
+    assert len(happened["found"]) == 30 and all(done <= held <= done + 1 for held, done, _ in happened["found"])
+    assert all(whole for *_, whole in happened["found"])
+    assert happened["cut"] > 0, "no writer was killed while it wrote: this run proves nothing"
+
+
+def test_a_writer_killed_a_hundred_times_loses_at_most_the_entry_in_flight(tmp_path: Path) -> None:
+    rounds = 100
     happened = run("killed", tmp_path, rounds)
     done = happened["done"]
     assert len(done) >= rounds

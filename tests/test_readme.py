@@ -21,7 +21,7 @@ def block(name: str) -> str:
 
 
 def test_every_python_block_is_run_here() -> None:
-    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 5
+    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 6
 
 
 class Layer(torch.nn.Module):
@@ -121,6 +121,13 @@ def test_between_layouts(capsys: pytest.CaptureFixture[str]) -> None:
         theirs = names["vllm"].view(layer, kind)[[5, 0]].flatten(0, 1)
         assert torch.equal(theirs[:70].view(torch.int16), ours.view(torch.int16))
         assert not theirs[70:].any()
+    names["layers"] = [None, Layer(512, 8, 64).bfloat16()]
+    cache = names["layers"][1].k_cache.normal_()
+    before = names["sglang"].buffer.clone()
+    exec(block("layer-major"), names)
+    sglang = names["sglang"].view(1, "key")
+    assert torch.equal(sglang[7], cache[48:64]) and torch.equal(sglang[2], cache[:16])
+    assert 0 < (before != names["sglang"].buffer).sum() <= 2 * cache[:16].nbytes
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def test_pages_of_one_token_are_one_run() -> None:
     """A stride to the next token, which is not there, must not keep rows apart, nor K and V of unequal dims."""
     sides = [make(3, 2, 16, 1, BF16, value_dim=8) for make in (pm_ops.page_major, pm_ops.token_major)]
     plan = pm_ops.RepackPlan(*sides)
-    assert plan.runs == ((0, 0, 0, 0, 3 * 2 * 24 * 2),)
+    assert plan.runs == ((0, 0, 0, 0, 3 * 2 * 24 * 2, 3 * 2 * 24 * 2),)
 
 
 def test_head_slices_move_their_share() -> None:
@@ -50,8 +50,8 @@ def test_head_slices_move_their_share() -> None:
         split = pm_ops.RepackPlan(whole, rank, heads=(2 * r, 0, 2))
         merge = pm_ops.RepackPlan(rank, whole, heads=(0, 2 * r, 2))
         assert split.bytes_per_token == merge.bytes_per_token == whole.token_bytes // 4
-        there = [(a, b) for a, _, b, _, _ in split.runs]
-        assert there == [(b, a) for a, _, b, _, _ in sorted(merge.runs)]
+        there = [(run.source_offset, run.target_offset) for run in split.runs]
+        assert there == [(run.target_offset, run.source_offset) for run in sorted(merge.runs)]
 
 
 def test_layers_move_to_where_the_mapping_says() -> None:
@@ -81,6 +81,30 @@ def test_a_plan_says_what_it_does() -> None:
     text = str(pm_ops.RepackPlan(page_major(4), page_major(3), layers={1: 0, 2: 1, 3: 2}))
     assert "3 layers 1 to 3 as 0 to 2, 1536 B a token in 6 fragments of 256 B" in text
 
+    assert str(pm_ops.RepackPlan(page_major(), page_major(), kinds=["key"])).endswith(
+        "4 layers, key, 1024 B a token in 4 fragments of 256 B"
+    )
+    assert str(pm_ops.RepackPlan(page_major(), page_major(dtype="float32"))).endswith(
+        "4 layers, bfloat16 as float32, 2048 B a token in 8 fragments of 256 B"
+    )
+
+
+def test_kinds_move_alone() -> None:
+    whole = page_major()
+    plan = pm_ops.RepackPlan(whole, whole.part("value"), kinds=["value"])
+    assert {r.source_offset - r.target_offset for r in plan.runs} == {whole.plane(0, "value").offset}
+    assert plan.bytes_per_token == whole.token_bytes // 2
+
+
+def test_a_wider_run_is_merged_with_others_that_get_wider_and_with_no_others() -> None:
+    """Entries whose K doubles and whose fp32 V stays: side by side on both sides, and yet two runs."""
+    key = [pm_ops.Plane(0, "key", 0, 64, 8, (2, 4), BF16), pm_ops.Plane(0, "key", 0, 64, 16, (2, 4), torch.float32)]
+    value = [pm_ops.Plane(0, "value", at, 64, 8, (2, 2), torch.float32) for at in (16, 32)]
+    sides = [pm_ops.PageLayout(3, 192, planes) for planes in zip(key, value, strict=True)]
+    plan = pm_ops.RepackPlan(*sides)
+    assert plan.runs == ((0, 64, 0, 64, 16, 32), (16, 64, 32, 64, 16, 16))
+    assert plan.widening == (BF16, torch.float32) and plan.bytes_per_token == 32
+
 
 def state(page_size: int, heads: int = 2) -> pm_ops.PageLayout:
     return pm_ops.PageLayout(page_size, 64, (pm_ops.Plane(0, "ssm", 0, None, 16, (heads, 4), torch.float32),))
@@ -104,9 +128,22 @@ REFUSED = {
     r"heads=\(0, 0, 0\): give": ((page_major(), page_major()), {"heads": (0, 0, 0)}),
     r"heads=\(-1, 0, 1\): give": ((page_major(), page_major()), {"heads": (-1, 0, 1)}),
     "8 x 16 bfloat16 against rows of 8 x 32 bfloat16": ((page_major(), page_major(dim=32)), {}),
-    "bfloat16 against rows of 8 x 16 float32; bytes move as they": ((page_major(), page_major(dtype="float32")), {}),
+    "float32 against rows of 8 x 16 bfloat16; not every float32 is a bfloat16, nothing else would do": (
+        (page_major(dtype="float32"), page_major()), {}),
+    "not every bfloat16 is a float16, float32 would do": ((page_major(), page_major(dtype="float16")), {}),
+    "not every float16 is a bfloat16, float32 would do": ((page_major(dtype="float16"), page_major()), {}),
+    "not every float8_e4m3fn is a float8_e5m2, float16 or bfloat16 or float32 would do": (
+        (page_major(dtype="float8_e4m3fn"), page_major(dtype="float8_e5m2")), {}),
+    "int8 against rows of 8 x 16 float16; int8 means numbers by its scales alone": (
+        (page_major(dtype="int8"), page_major(dtype="float16")), {}),
+    "'key' of layer 0 bfloat16 to float32, 'key' of layer 1 float16 to float32: give each pair of dtypes a plan": (
+        (page_major(2, dtype=["bfloat16", "float16"]), page_major(2, dtype="float32")), {}),
     "layer 0 of the source has key, value, key_scale, value_scale, layer 0 of the target key, value": (
         (page_major(dtype="int8", scales=True), page_major(dtype="int8")), {}),
+    "target value; both must hold the same kinds, or pass kinds=": ((page_major(), page_major().part("value")), {}),
+    r"target value; kinds=\['key'\] must name one": ((page_major(), page_major().part("value")), {"kinds": ["key"]}),
+    r"kinds=\['key', 'key'\] must name .* each once": ((page_major(), page_major()), {"kinds": ["key", "key"]}),
+    r"kinds=\[\] must name one or more that both have": ((page_major(), page_major()), {"kinds": []}),
     "a state belongs to a whole page; .* 4 and 8 tokens": ((state(4), state(8)), {}),
     "a state belongs to a whole page; .* without heads=": ((state(4), state(4)), {"heads": (0, 0, 1)}),
 }  # fmt: skip

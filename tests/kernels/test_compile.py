@@ -54,7 +54,7 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         backend = make_backend(target)
-        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        names = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         bound, specialization, _ = create_function_from_signature(self.signature, self.params, backend)(*args, **kwargs)
         seen.add(f"{self.__name__} {specialization} {options}")
@@ -137,7 +137,9 @@ def launch_every_kernel() -> None:
         move_pages(MovePages(pool.buffer, pool.buffer, slots.view(2, 2), (0, 4), (page_bytes,) * 2, page_bytes, False))
     other = pages("token_major", 4, 6, 1, kinds)
     regions = (pool.region, other.region)
-    repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, torch.zeros(3, 5).long(), 15, 4, 4, *regions))
+    for dtypes in ((), (bf16, f32), (e4m3, bf16), (e5m2, f16)):
+        table = torch.zeros(3, 6).long()
+        repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, table, 15, 4, 4, *regions, *dtypes))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:

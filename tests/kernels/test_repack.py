@@ -7,7 +7,20 @@ import itertools
 import pytest
 import torch
 from kernels.cases import on_each_device
-from repack_cases import FORMATS, UNIFORM, Layer, Model, Side, expected, heads_of, models_of, side
+from repack_cases import (
+    FORMATS,
+    UNIFORM,
+    WIDENINGS,
+    Layer,
+    Model,
+    Side,
+    check_wider,
+    expected,
+    heads_of,
+    models_of,
+    side,
+    wider_pools,
+)
 
 import pm_ops
 from pm_ops.kernels import repack as repack_module
@@ -79,6 +92,23 @@ def test_layer_ranges(device):
     for model in models_of("page_major"):
         source, target = side("page_major", model, 16, 40, 1, device), side("token_major", model[:1], 16, 40, 2, device)
         launch(source, target, 40, layers={0: 0})
+
+
+@on_each_device
+@pytest.mark.parametrize(("ours", "theirs"), WIDENINGS)
+@pytest.mark.parametrize(("dims", "sizes"), [((64, 48), (16, 8)), ((640, 6), (4, 3))])
+def test_every_number_gets_wider_and_stays_what_it_is(device, ours, theirs, dims, sizes, monkeypatch):
+    """Rows of whole 16-byte words and others, and rows longer than the tile's; beside a layer that moves as it is."""
+    monkeypatch.setattr(repack_module, "_ELEMENTS", 8192)  # few programs, for the interpreter's sake
+    *pools, src, dst, tokens = wider_pools(ours, theirs, dims, sizes, device)
+    before = pools[1].buffer.cpu().clone()
+    plan = pm_ops.RepackPlan(pools[0].layout, pools[1].layout)
+    lists = [torch.tensor(ids, device=device) for ids in (src, dst)]
+    table, regions = plan.table(pools[0].device), [p.region for p in pools]
+    assert plan.widening is not None
+    buffers = [p.buffer for p in pools]
+    repack_pages(RepackPages(*buffers, *lists, table, tokens, *sizes, *regions, *plan.widening))
+    check_wider(pools, (src, dst), tokens, before)
 
 
 BIG: Model = (Layer(3, 96, 72, 2), Layer(8, 64, 64, 4), Layer(1, 128, 512, 1))

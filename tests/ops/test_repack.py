@@ -4,7 +4,21 @@ import itertools
 
 import pytest
 import torch
-from repack_cases import FORMATS, UNIFORM, Side, expected, heads_of, models_of, side
+from repack_cases import (
+    FORMATS,
+    ROTATED,
+    UNIFORM,
+    WIDENINGS,
+    Side,
+    check_wider,
+    expected,
+    heads_of,
+    models_of,
+    numbers,
+    same_numbers,
+    side,
+    wider_pools,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
@@ -38,20 +52,28 @@ def test_every_pair_of_page_sizes_moves_whole_and_partly_filled_pages(ours, thei
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
-def test_there_and_back_is_the_sequence_as_it_was(a, b):
-    for model, (ours, theirs) in itertools.product(models_of(a, b), ((16, 48), (64, 1))):
+def test_there_and_back_through_every_pair_of_page_sizes_is_the_sequence_as_it_was(a, b):
+    tokens = 70
+    for model, (ours, theirs) in itertools.product(models_of(a, b), itertools.product(PAGE_SIZES, PAGE_SIZES)):
         source, target, back = (
-            side(n, model, ps, 70, i) for i, (n, ps) in enumerate(((a, ours), (b, theirs), (a, ours)))
+            side(n, model, ps, tokens, i) for i, (n, ps) in enumerate(((a, ours), (b, theirs), (a, ours)))
         )
-        check(source, target, 70)
-        check(target, back, 70)
-        for la, kind, t, h in itertools.product(range(len(model)), ("key", "value"), range(70), range(1)):
-            nbytes, start, end = model[la].row(kind), source.byte(la, kind, t, h), back.byte(la, kind, t, h)
-            moved = back.pool.buffer[end : end + nbytes]
-            assert torch.equal(moved, source.pool.buffer[start : start + nbytes])
+        check(source, target, tokens)
+        check(target, back, tokens)
+        assert torch.equal(content(source, tokens), content(back, tokens))
 
 
-@pytest.mark.parametrize(("a", "b"), [("page_major", "BLHNC"), ("BHLNC", "token_major"), ("page_major", "page_major")])
+def content(s: Side, tokens: int) -> torch.Tensor:
+    """Every row of every token, as bytes, in one order for all formats."""
+    found = []
+    for layer, la in enumerate(s.model):
+        for kind, head in itertools.product(la.kinds, range(la.heads)):
+            at = s.starts(layer, kind, head, tokens)
+            found.append(s.pool.buffer[at[:, None] + torch.arange(la.row(kind))].flatten())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("a", "b"), ROTATED)
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.permutations((1, 2, 4, 8), 2)))
 def test_heads_are_split_and_merged_between_any_two_degrees_of_tensor_parallelism(a, b, ours, theirs):
     """8 heads over ``ours`` ranks, resharded to ``theirs``: each target rank gets its heads where they are."""
@@ -62,11 +84,21 @@ def test_heads_are_split_and_merged_between_any_two_degrees_of_tensor_parallelis
         first, end = max(i * 8 // ours, j * 8 // theirs), min((i + 1) * 8 // ours, (j + 1) * 8 // theirs)
         if first < end:
             check(sources[i], targets[j], tokens, heads=(first - i * 8 // ours, first - j * 8 // theirs, end - first))
-    for la, kind, t, h in itertools.product(range(3), ("key", "value"), range(tokens), range(8)):
-        at = sources[h // (8 // ours)].byte(la, kind, t, h % (8 // ours))
-        to = targets[h // (8 // theirs)].byte(la, kind, t, h % (8 // theirs))
-        ours_row = sources[h // (8 // ours)].pool.buffer[at : at + 16]
-        assert torch.equal(targets[h // (8 // theirs)].pool.buffer[to : to + 16], ours_row)
+    for la, kind, h in itertools.product(range(3), ("key", "value"), range(8)):
+        rows = []
+        for ranks in (sources, targets):
+            rank, byte = ranks[h * len(ranks) // 8], torch.arange(16)
+            at = rank.starts(la, kind, h % (8 // len(ranks)), tokens)
+            rows.append(rank.pool.buffer[at[:, None] + byte])
+        assert torch.equal(*rows)
+
+
+def test_a_pipeline_stage_of_every_format_moves_out_and_in():
+    for (a, b), kept in itertools.product(ROTATED, ((1, 3), (0, 2), (2, 3))):
+        layers, part = {la: la - kept[0] for la in range(*kept)}, UNIFORM[kept[0] : kept[1]]
+        whole, stage = side(a, UNIFORM, 8, 30, 1), side(b, part, 16, 30, 2)
+        check(whole, stage, 30, layers)
+        check(stage, side(a, UNIFORM, 8, 30, 3), 30, {v: k for k, v in layers.items()})
 
 
 @pytest.mark.parametrize(("a", "b"), [("page_major", "token_major"), ("token_major", "page_major")])
@@ -126,7 +158,7 @@ def states(page_size: int, order: int) -> pm_ops.PageLayout:
     return pm_ops.PageLayout(page_size, 16 * page_size + 56, planes)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_states_go_with_every_page_that_has_a_token(page_size):
     pools = [pm_ops.PagePool(states(page_size, order), 5) for order in (0, 1)]
     for i, pool in enumerate(pools):
@@ -146,6 +178,59 @@ def test_states_go_with_every_page_that_has_a_token(page_size):
     assert (plan.bytes_per_token, plan.bytes_per_page) == (16, 56)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), WIDENINGS)
+@pytest.mark.parametrize(("dims", "sizes"), [((64, 48), (16, 8)), ((3, 70), (4, 3))])
+def test_every_number_gets_wider_and_stays_what_it_is(ours, theirs, dims, sizes):
+    """Subnormals, both zeros and infinities included; beside a layer that moves bit for bit."""
+    *pools, src, dst, tokens = wider_pools(ours, theirs, dims, sizes)
+    before = pools[1].buffer.clone()
+    with writes_only(pools[0].buffer, []):
+        pm_ops.RepackPlan(pools[0].layout, pools[1].layout).run(*pools, src, dst, tokens)
+    check_wider(pools, (src, dst), tokens, before)
+
+
+def test_a_slice_of_heads_and_a_state_get_wider():
+    heads = [pm_ops.page_major(1, h, 8, 4, d) for h, d in ((4, torch.float16), (2, torch.float32))]
+    states = [pm_ops.PageLayout(4, 40, (pm_ops.Plane(0, "ssm", 0, None, 5 * d.itemsize, (2, 5), d),))
+              for d in (torch.bfloat16, torch.float32)]  # fmt: skip
+    for layouts, chosen, at in ((heads, {"heads": (1, 0, 2)}, slice(1, 3)), (states, {}, slice(None))):
+        pools = [pm_ops.PagePool(layout, 3) for layout in layouts]
+        fill_random(pools[0].buffer)
+        pm_ops.RepackPlan(*layouts, **chosen).run(*pools, [2, 0], [1, 2], tokens=8)
+        kind = layouts[0].kinds(0)[0]
+        a, b = pools[0].view(0, kind)[[2, 0]][..., at, :], pools[1].view(0, kind)[[1, 2]]
+        bits = [x.contiguous().view(torch.uint8).flatten() for x in (a, b)]
+        assert same_numbers(numbers(bits[0], a.dtype), numbers(bits[1], b.dtype))
+
+
+def test_kinds_in_pools_of_their_own_are_put_together_and_taken_apart():
+    """K and V of each layer as tensors of their own, ``[slots, heads, dim]``, as most engines keep them."""
+    layers, heads, dim, size, slots = 3, 2, 8, 4, 24
+    caches = {(la, kind): torch.randn(slots, heads, dim) for la in range(layers) for kind in ("key", "value")}
+    one, pool = (
+        pm_ops.page_major(1, heads, dim, size, torch.float32),
+        pm_ops.PagePool(pm_ops.page_major(layers, heads, dim, 8, torch.float32), 4),
+    )
+    src, dst, back = [5, 0, 3], [2, 1], [1, 4, 2]
+    before = {key: cache.clone() for key, cache in caches.items()}
+    for step in ("in", "out"):
+        for (layer, kind), cache in caches.items():
+            tensor = pm_ops.PagePool(one.part(kind), slots // size, buffer=cache.view(torch.uint8).flatten())
+            if step == "in":
+                plan = pm_ops.RepackPlan(tensor.layout, pool.layout, layers={0: layer}, kinds=[kind])
+                plan.run(tensor, pool, src, dst, tokens=11)
+            else:
+                plan = pm_ops.RepackPlan(pool.layout, tensor.layout, layers={layer: 0}, kinds=[kind])
+                plan.run(pool, tensor, dst, back, tokens=11)
+    slot = lambda pages, size: torch.tensor([pages[t // size] * size + t % size for t in range(11)])  # noqa: E731
+    for (layer, kind), cache in caches.items():
+        moved = before[layer, kind][slot(src, 4)]
+        assert torch.equal(pool.view(layer, kind).flatten(0, 1)[slot(dst, 8)], moved)
+        wanted = before[layer, kind]
+        wanted[slot(back, 4)] = moved
+        assert torch.equal(cache, wanted)
+
+
 def arguments(**changes):
     """Valid arguments of the operator, by name."""
     source, target = side("page_major", UNIFORM, 8, 20, 1), side("BLNHC", UNIFORM, 16, 20, 2)
@@ -158,6 +243,7 @@ def arguments(**changes):
     return {**values, **changes}
 
 
+WIDE = {"src_dtype": torch.bfloat16, "dst_dtype": torch.float32}
 REFUSED = {
     "source must be a 1-D contiguous uint8": {"source": torch.zeros(4, 4, dtype=torch.uint8)},
     "target must be a 1-D contiguous uint8": {"target": torch.zeros(4096)},
@@ -165,8 +251,8 @@ REFUSED = {
     "dst_region .* does not lie in a buffer": {"dst_region": [0, 4000, 4000, 9999]},
     "src_pages must be a 1-D int32 or int64": {"src_pages": torch.zeros(3)},
     "dst_pages must be a 1-D int32 or int64": {"dst_pages": torch.zeros(3, 1, dtype=torch.int64)},
-    r"runs must be int64 \[R, 5\]": {"runs": torch.zeros(3, 4, dtype=torch.int64)},
-    "runs is empty": {"runs": torch.zeros(0, 5, dtype=torch.int64)},
+    r"runs must be int64 \[R, 6\]": {"runs": torch.zeros(3, 5, dtype=torch.int64)},
+    "runs is empty": {"runs": torch.zeros(0, 6, dtype=torch.int64)},
     "tokens=-1 must not be negative": {"tokens": -1},
     "page size 0 must be at least 1": {"src_page_size": 0},
     "src_pages names 1 pages of 8 tokens, too few for 20": {"src_pages": torch.tensor([0])},
@@ -174,9 +260,18 @@ REFUSED = {
     "src_pages has 99, but there are 5 pages in the source": {"src_pages": torch.tensor([0, 99, 1])},
     "dst_pages has 99, but there are 4 pages in the target": {"dst_pages": torch.tensor([0, 99])},
     "dst_pages names 1 twice": {"dst_pages": torch.tensor([1, 1])},
-    "runs leave the pages": {"runs": torch.tensor([[0, 16, 0, 16, 16], [0, 1 << 20, 0, 16, 16]])},
-    "or tokens overlap": {"runs": torch.tensor([[0, 16, 0, 8, 16]])},
-    "runs leave .* or tokens overlap": {"runs": torch.tensor([[0, 0, 0, 0, 16]])},  # a state, between unequal pages
+    "runs leave the pages": {"runs": torch.tensor([[0, 16, 0, 16, 16, 16], [0, 1 << 20, 0, 16, 16, 16]])},
+    "runs leave .* tokens overlap": {"runs": torch.tensor([[0, 16, 0, 8, 16, 16]])},
+    "runs .* tokens overlap": {"runs": torch.tensor([[0, 0, 0, 0, 16, 16]])},  # a state, between unequal pages
+    "not those of None and None": {"runs": torch.tensor([[0, 16, 0, 32, 16, 32]])},
+    "not those of torch.bfloat16": {"runs": torch.tensor([[0, 16, 0, 32, 16, 24]]), **WIDE},
+    "not those of torch.bfloat16 and": {"runs": torch.tensor([[0, 16, 2, 32, 16, 32]]), **WIDE},
+    "runs leave .* of torch.bfloat16": {"runs": torch.tensor([[0, 16, 0, 16, 16, 32]]), **WIDE},
+    "src_dtype torch.bfloat16 and dst_dtype None": {"src_dtype": torch.bfloat16},
+    "src_dtype None and dst_dtype torch.float32": {"dst_dtype": torch.float32},
+    "src_dtype torch.float32 and dst_dtype torch.bfloat16": {"src_dtype": torch.float32, "dst_dtype": torch.bfloat16},
+    "src_region .* multiples of 2 bytes": {"src_region": [1, 600, 500, 2], **WIDE},
+    "dst_region .* multiples of 4 bytes": {"dst_region": [0, 1202, 500, 2], **WIDE},
 }
 
 
@@ -188,6 +283,14 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(message):
     with pytest.raises(ValueError, match=message):
         torch.ops.pm_ops.repack_pages(**values)
     assert torch.equal(target, before)
+
+
+def test_elements_that_are_not_aligned_are_not_widened():
+    *pools, src, dst, tokens = wider_pools(torch.bfloat16, torch.float32, (64, 48), (16, 8))
+    wide = torch.zeros(pools[1].buffer.numel() + 2, dtype=torch.uint8)
+    pools[1].buffer = wide[2:]
+    with writes_only(wide, []), pytest.raises(ValueError, match=r"begin at multiples of \(2, 4\) bytes"):
+        pm_ops.RepackPlan(pools[0].layout, pools[1].layout).run(*pools, src, dst, tokens)
 
 
 def test_source_and_target_must_not_share_memory():
