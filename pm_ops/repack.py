@@ -149,13 +149,17 @@ class RepackPlan:
         """Move a sequence of tokens, in one launch. No byte but theirs is written.
 
         Args:
-            source, target: pools of the two layouts, on one device and in buffers of their own.
-            src_pages, dst_pages: int32 or int64 page ids, in the sequence's order: token ``t`` lies in page ``t //
-                page_size`` of either list. What has a page < 0 on either side is skipped. No target page twice.
+            source, target: pools of the two layouts, in buffers of their own: on one device, or on two GPUs of one host
+                with access to one another's memory. The source's GPU then writes the target's pages, between what is
+                queued on the two current streams before this call and after it.
+            src_pages, dst_pages: int32 or int64 page ids on the source's device, in the sequence's order: token ``t``
+                lies in page ``t // page_size`` of either list. What has a page < 0 on either side is skipped. No
+                target page twice.
             tokens: length of the sequence. Default: all that both lists hold, with no page to spare in either.
 
         Raises:
             ValueError: pools of other layouts, lists too short; on CPU also a page out of range or named twice.
+            RuntimeError: the source's GPU has no access to the target's memory.
         """
         for name, pool, layout in (("source", source, self.source), ("target", target, self.target)):
             if pool.layout is not layout and pool.layout != layout:  # the first is enough where it is compiled
@@ -163,7 +167,7 @@ class RepackPlan:
                     f"the {name} pool's pages are not the plan's: {pool!r} for {layout.name}, {layout.page_bytes} B, "
                     f"{counted(layout.page_size, 'token')} a page; make a plan of the pools' layouts"
                 )
-        src_pages, dst_pages = source._ids(src_pages), target._ids(dst_pages)
+        src_pages, dst_pages = source._ids(src_pages), source._ids(dst_pages)
         if tokens is None:
             tokens = self._all_tokens(src_pages.shape[0], dst_pages.shape[0])
         sizes = (tokens, source.page_size, target.page_size)

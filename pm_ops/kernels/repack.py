@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .common import on_device
+from .peer import writes_to
 
 if TYPE_CHECKING:
     from ..ops.repack import RepackPages
@@ -172,7 +173,7 @@ def repack_pages(a: RepackPages) -> None:
     dst_exponent = 0 if a.dst_dtype is None else _EXPONENT_AND_MANTISSA[a.dst_dtype][0]
     options = {"maxnreg": _REGISTERS} if exponent else {}
     low = a.source.data_ptr() | a.target.data_ptr() | src_base | dst_base | src_stride | dst_stride
-    with on_device(a.target):
+    with on_device(a.source), writes_to(a.source.device, a.target.device):
         _repack_pages[(parts * blocks,)](
             a.source, a.target, a.src_pages.contiguous(), a.dst_pages.contiguous(), a.runs.contiguous(), a.tokens,
             blocks, num_runs, runs_each, src_base, src_stride, src_pages, dst_base, dst_stride, dst_pages,

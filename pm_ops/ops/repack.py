@@ -49,8 +49,9 @@ class RepackPages:
     """Arguments of ``pm_ops::repack_pages``. What has a page < 0 on either side is skipped.
 
     ``src_region`` and ``dst_region`` are the pools' ``[base, page_stride, page_bytes, num_pages]``, in bytes. The lists
-    may be longer than ``tokens`` needs; pages past it are not looked at. ``src_dtype`` and ``dst_dtype`` are given
-    where there are runs to widen, one of :data:`WIDER` and one of its own.
+    may be longer than ``tokens`` needs; pages past it are not looked at. All is on one device, but for ``target``,
+    which may be on another GPU that the source's has access to. ``src_dtype`` and ``dst_dtype`` are given where there
+    are runs to widen, one of :data:`WIDER` and one of its own.
     """
 
     source: Tensor
@@ -69,10 +70,11 @@ class RepackPages:
     def check(self) -> None:
         if self.source is self.target:
             raise ValueError("source and target are one buffer; within a pool, copy pages (copy_pages) or copy_slots")
-        device = self.target.device
+        device = self.source.device
         require_region(self.source, self.src_region, "source", "src_region")
         require_region(self.target, self.dst_region, "target", "dst_region")
-        require_device("source", self.source, device)
+        if {device.type, self.target.device.type} != {"cuda"}:  # of two GPUs, the source's moves the pages
+            require_device("target", self.target, device)
         require_indices("src_pages", self.src_pages, device)
         require_indices("dst_pages", self.dst_pages, device)
         if self.runs.dtype != torch.int64 or self.runs.dim() != 2 or self.runs.shape[1] != 6:

@@ -1,6 +1,7 @@
 """repack_pages on the CPU: every byte of the target's buffer against the formats' formulas."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from repack_cases import (
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 
 import pm_ops
 from pm_ops.testing import fill_random, writes_only
@@ -303,6 +305,20 @@ def test_source_and_target_must_not_share_memory():
             torch.ops.pm_ops.repack_pages(**values)
         with pytest.raises(ValueError, match="share memory"):
             torch.ops.pm_ops.repack_pages(**{**values, "target": source.buffer.view(-1)})
+
+
+def test_pages_go_between_two_gpus_but_no_other_two_devices():
+    values = arguments()
+    for here, there in (("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cpu", "cuda:1")):
+        with FakeTensorMode():
+            fakes = {
+                name: torch.empty(x.shape, dtype=x.dtype, device=there if name == "target" else here)
+                for name, x in values.items()
+                if isinstance(x, torch.Tensor)
+            }
+            refused = pytest.raises(ValueError, match=f"target is on {there}, the buffer on {here}")
+            with refused if "cpu" in (here, there) else nullcontext():
+                torch.ops.pm_ops.repack_pages(**{**values, **fakes})
 
 
 def test_it_compiles_with_tokens_and_page_counts_as_symbols():
