@@ -56,15 +56,18 @@ def test_heads_are_split_in_flight(here, there):
 
 @on_two_gpus
 def test_numbers_get_wider_on_their_way(here, there):
+    """The very bits that they become on one GPU."""
     *pools, src, dst, tokens = wider_pools(torch.bfloat16, torch.float32, (64, 48), (16, 8))
-    plan = pm_ops.RepackPlan(pools[0].layout, pools[1].layout)
-    moved = [
-        pm_ops.PagePool(pool.layout, pool.num_pages, buffer=pool.buffer.to(device))
-        for pool, device in zip(pools, (here, there), strict=True)
-    ]
-    plan.run(*pools, src, dst, tokens)
-    plan.run(*moved, src, dst, tokens)
-    assert torch.equal(whole(moved[1]), pools[1].buffer)
+    plan, found = pm_ops.RepackPlan(pools[0].layout, pools[1].layout), []
+    for device in (here, there):
+        placed = [
+            pm_ops.PagePool(pool.layout, pool.num_pages, buffer=pool.buffer.to(where))
+            for pool, where in zip(pools, (here, device), strict=True)
+        ]
+        plan.run(*placed, src, dst, tokens)
+        found.append(whole(placed[1]))
+    assert not torch.equal(found[0], pools[1].buffer)
+    assert torch.equal(*found)
 
 
 @on_two_gpus
