@@ -1,0 +1,92 @@
+"""Every kernel under compute-sanitizer: memcheck, racecheck and initcheck, on one GPU, side by side.
+
+    python tests/kernels/sanitize.py            # or: make gpu-sanitize
+
+First the cases of `every_kernel.py` run as they are, which compares results and compiles; then under each tool. Exits
+with 1, and shows what was found, unless every run is clean and every kernel was launched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+TOOLS = {
+    "memcheck": ["--padding", "4096"],  # so that an access past one tensor is none of the next
+    "racecheck": [],
+    "initcheck": [],
+}
+"""The tools, and their options."""
+CLEAN = re.compile(r"^=+ (ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed)", re.MULTILINE)
+Command = Sequence[str]
+
+
+def find_sanitizer() -> str:
+    """compute-sanitizer of the path or of the CUDA toolkit."""
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{toolkit}/bin")
+    if found is None:
+        raise FileNotFoundError(f"compute-sanitizer is neither on the path nor in {toolkit}/bin; set CUDA_HOME")
+    return found
+
+
+def run_all(commands: Iterable[Command]) -> list[tuple[int, str]]:
+    """Exit status and output of commands, as many at a time as there are cores."""
+
+    def run(command: Command) -> tuple[int, str]:
+        # Each tensor an allocation of its own, whose bounds the tools know
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        return done.returncode, done.stdout
+
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        return list(workers.map(run, commands))
+
+
+def sanitize(sanitizer: str, script: Command, groups: Iterable[str]) -> dict[str, str]:
+    """Run the groups of a script under every tool; returns what was not clean: the output by "tool group"."""
+    runs = [(tool, group) for group in groups for tool in TOOLS]
+    commands = [
+        [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", *script, group] for tool, group in runs
+    ]
+    failed = {}
+    for (tool, group), (code, output) in zip(runs, run_all(commands), strict=True):
+        if code or not CLEAN.search(output):
+            failed[f"{tool} {group}"] = output
+    return failed
+
+
+def main() -> None:
+    from kernels.cases import KERNELS
+    from kernels.every_kernel import GROUPS
+
+    sanitizer, script = find_sanitizer(), [sys.executable, str(HERE / "every_kernel.py")]
+    launched: set[str] = set()
+    failed = {}
+    for group, (code, output) in zip(GROUPS, run_all([*script, group] for group in GROUPS), strict=True):
+        if code:
+            failed[f"no tool, {group}"] = output
+        launched |= {name for line in re.findall("^launched (.*)$", output, re.MULTILINE) for name in line.split()}
+    if not failed and launched != KERNELS:
+        failed["no tool"] = f"not launched: {KERNELS - launched}; not known: {launched - KERNELS}"
+    failed = failed or sanitize(sanitizer, script, GROUPS)
+    for name, output in failed.items():
+        print(f"---- {name}", output[:8000], sep="\n")
+    if failed:
+        sys.exit("not clean: " + "; ".join(failed))
+    print(f"{len(launched)} kernels give what the CPU operators give, and are clean under {', '.join(TOOLS)}")
+
+
+if __name__ == "__main__":
+    main()
