@@ -4,6 +4,16 @@
 
 First the cases of `every_kernel.py` run as they are, which compares results and compiles; then under each tool. Exits
 with 1, and shows what was found, unless every run is clean and every kernel was launched.
+
+One report of racecheck is no race, that of how `gl.warp_specialize` of triton 3.6 hands work to worker warps. The
+machine code of `worker_warps` in `every_kernel.py`, a kernel that does nothing else, shows all of it:
+
+    the default warps    STS next task, BAR 1, BAR 1, their work, BAR 1, STS the end, BAR 1, EXIT
+    worker warps         BAR 1, LDS task, BAR 1, their work, BAR 1, and again from the first BAR on
+
+Every warp of the program takes part in every BAR 1, which so lies between the read and either write. The reports name
+the line of the kernel, for what has no line of its own, and that of the call. Such reports pass only while those of
+`worker_warps` alone are there, too: a racecheck that understands these barriers excuses nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 TOOLS = {
     "memcheck": ["--padding", "4096"],  # so that an access past one tensor is none of the next
@@ -27,6 +38,8 @@ TOOLS = {
 }
 """The tools, and their options."""
 CLEAN = re.compile(r"^=+ (ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed)", re.MULTILINE)
+WORKER_WARPS = "worker_warps"
+SPECIALISED = [ROOT / "pm_ops/kernels/attention_hopper.py", HERE / "every_kernel.py"]
 Command = Sequence[str]
 
 
@@ -64,7 +77,24 @@ def sanitize(sanitizer: str, script: Command, groups: Iterable[str]) -> dict[str
     for (tool, group), (code, output) in zip(runs, run_all(commands), strict=True):
         if code or not CLEAN.search(output):
             failed[f"{tool} {group}"] = output
+    if is_handing_over(failed.get(f"racecheck {WORKER_WARPS}", "")):
+        failed = {name: output for name, output in failed.items() if not is_handing_over(output)}
     return failed
+
+
+def is_handing_over(output: str) -> bool:
+    """Whether the script ran to its end, and all that racecheck reports is how work comes to worker warps."""
+    sources = {path.name: path.read_text().splitlines() for path in SPECIALISED}
+    accesses = re.findall(r"(?:Read|Write) access at (.*)", output)
+
+    def of_call(access: str) -> bool:
+        place = re.search(r" in (\S+):(\d+)", access)
+        if place is None or place[1] not in sources:
+            return False
+        return sources[place[1]][int(place[2]) - 1].lstrip().startswith(("@gluon.jit", "gl.warp_specialize("))
+
+    finished = re.search(r"^launched .*\n=+ RACECHECK SUMMARY: ", output, re.MULTILINE)
+    return bool(finished and accesses) and all(map(of_call, accesses))
 
 
 def main() -> None:
@@ -78,14 +108,14 @@ def main() -> None:
         if code:
             failed[f"no tool, {group}"] = output
         launched |= {name for line in re.findall("^launched (.*)$", output, re.MULTILINE) for name in line.split()}
-    if not failed and launched != KERNELS:
-        failed["no tool"] = f"not launched: {KERNELS - launched}; not known: {launched - KERNELS}"
+    if not failed and not launched >= KERNELS:
+        failed["no tool"] = f"not launched: {KERNELS - launched}"
     failed = failed or sanitize(sanitizer, script, GROUPS)
     for name, output in failed.items():
         print(f"---- {name}", output[:8000], sep="\n")
     if failed:
         sys.exit("not clean: " + "; ".join(failed))
-    print(f"{len(launched)} kernels give what the CPU operators give, and are clean under {', '.join(TOOLS)}")
+    print(f"{len(KERNELS)} kernels give what the CPU operators give, and are clean under {', '.join(TOOLS)}")
 
 
 if __name__ == "__main__":
