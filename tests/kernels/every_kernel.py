@@ -22,8 +22,6 @@ from kernels.cases import TOLERANCE, attention_case, moved_with_strides
 from kernels.test_rope import rope_case
 from torch import Tensor
 from triton import knobs
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 import pm_ops
 from pm_ops.kernels import attention_hopper
@@ -220,29 +218,10 @@ def tokens() -> None:
             check(repack_pages, call)
 
 
-@gluon.jit
-def _meeting(out):
-    """As `worker_warps` says."""
-    gl.warp_specialize([(_note, (out,)), (_note, (out + 1,))], [1], [24])
-
-
-@gluon.jit
-def _note(out):
-    gl.store(out, gl.program_id(0))
-
-
-def worker_warps() -> None:
-    """No kernel of ours, but the bare way in which Gluon hands work to other warps: see `sanitize.py`."""
-    out = torch.full((2,), -1, dtype=torch.int32).to(DEVICE)
-    _meeting[(1,)](out, num_warps=4)
-    assert not out.cpu().any()
-
-
 GROUPS: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
-        rows_to_slots_and_back, rotations, attentions, attentions_on_hopper, merges_and_padding, whole_pages, tokens,
-        worker_warps,
+        rows_to_slots_and_back, rotations, attentions, attentions_on_hopper, merges_and_padding, whole_pages, tokens
     )
 }  # fmt: skip
 
