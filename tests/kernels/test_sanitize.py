@@ -42,7 +42,7 @@ def test_only_a_run_that_was_watched_and_is_clean_passes(sanitizer, tmp_path, an
 def report(second: str = "gl.warp_specialize(", end: str = "launched it\n") -> str:
     """As racecheck has it, of a read without a line of its own and of a write in the line that begins so."""
     lines = [line.lstrip() for line in HOPPER.read_text().splitlines()]
-    first, other = (next(i for i, x in enumerate(lines, 1) if x.startswith(text)) for text in ("@gluon.jit", second))
+    first, other = (next(i for i, x in enumerate(lines, 1) if x.startswith(text)) for text in ("def _att", second))
     return (
         f"========= Error: Race reported between Read access at it+0x270 in {HOPPER.name}:{first}\n"
         f"=========     and Write access at it+0xe390 in {HOPPER.name}:{other} [54 hazards]\n========= \n"
