@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -20,12 +21,15 @@ from triton.runtime import JITFunction, driver
 
 REMEMBERS = (
     torch.version.hip is None  # there pointers are specialised on their tensor's size, too
-    and all(hasattr(CompiledKernel, name) for name in ("__getitem__", "run"))
-    and all(hasattr(knobs.runtime, name) for name in ("debug", "add_stages_inspection_hook"))
-    and all(hasattr(getattr(knobs.runtime, f"launch_{when}_hook", None), "calls") for when in ("enter", "exit"))
+    and hasattr(CompiledKernel, "__getitem__")
+    and hasattr(knobs.runtime, "debug")
+    and hasattr(knobs.runtime, "add_stages_inspection_hook")
     and hasattr(knobs.compilation, "instrumentation_mode")
 )
 """Whether this triton's variants can be remembered. If not, every launch is ``kernel[grid](...)``: the same, slower."""
+
+DIRECT = triton.__version__.startswith("3.6.")
+"""Whether a variant's launcher takes what :class:`Launch` gives it. Else ``variant[grid](...)``: 1.3 times as long."""
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
@@ -81,7 +85,7 @@ class Launch:
                     _compiled[whole] = variant
                 return
             self._variants[key] = variant
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        if not DIRECT or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
             variant[self.grid](*args, *self._last)
             return
         stream, of_hooks = driver.active.get_current_stream(device), (None, None, None)  # metadata, and two hooks

@@ -210,11 +210,16 @@ def test_hooks_that_triton_calls_at_each_launch_keep_launches_on_its_path(compil
     assert variants(compiled) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profilers_hooks_are_left_to_triton(compiled, monkeypatch, hook):
+@pytest.mark.parametrize("reason", ["launch_enter_hook", "launch_exit_hook", "another triton"])
+def test_with_a_profilers_hooks_and_elsewhere_than_in_triton_3_6_a_variant_is_launched_by_its_grid(
+    compiled, monkeypatch, reason
+):
     x = aligned(torch.float16)
-    monkeypatch.setattr(Compiled, "run", None)  # which passes them by
-    monkeypatch.setattr(getattr(knobs.runtime, hook), "calls", [print])
+    monkeypatch.setattr(Compiled, "run", None)
+    if reason == "another triton":
+        monkeypatch.setattr(module, "DIRECT", False)
+    else:
+        monkeypatch.setattr(getattr(knobs.runtime, reason), "calls", [print])
     launch(x)
     launch(x)
     assert variants(compiled) == [0, 0]
