@@ -2,6 +2,7 @@
 # make test            all tests that need no GPU and no other engine
 # make test-engines    byte identity against the files of SGLang and vLLM, fetched from the package registry
 # make gpu-test        the tests marked gpu, with the current python3 if its torch sees a GPU
+# make gpu-sanitize    every kernel under compute-sanitizer: memcheck, racecheck, initcheck; minutes
 # make lint            ruff and mypy
 #
 # VENV=DIR names another environment, PYTHON=python3.12 the interpreter it is made from, PIP_ARGS more options of pip.
@@ -30,8 +31,11 @@ test-engines:
 gpu-test:
 	@$(RUN) --cuda -m pytest -m gpu $(ARGS)
 
+gpu-sanitize:
+	@$(RUN) --cuda tests/kernels/sanitize.py $(ARGS)
+
 lint:
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 
-.PHONY: demo test test-engines gpu-test lint
+.PHONY: demo test test-engines gpu-test gpu-sanitize lint

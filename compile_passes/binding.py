@@ -50,9 +50,13 @@ class Binding:
         self._stored = tuple(stored)
         self._where = {id(t): (number, t) for number, s in enumerate(stored) for t, _ in s.classes}
         self._report = RewriteReport([(p.layer, p.kind) for p in planes], sum(s.nbytes for s in stored))
-        for s in self._stored:
-            for plane in s.planes:
-                self.cells(plane).fill(s.tensor.untyped_storage())
+        try:
+            for s in self._stored:
+                for plane in s.planes:
+                    self.cells(plane).fill(s.tensor.untyped_storage())
+        except BaseException:  # out of memory, say: the caches are as they were, and so are to be the pages
+            self._free_pages()
+            raise
         self._hooks = [
             module.register_load_state_dict_pre_hook(refuse_to_load(names))
             for module, names in owners(t for _, t in self._where.values())
@@ -112,9 +116,12 @@ class Binding:
                 tensor.__class__ = before
         for hook in self._hooks:
             hook.remove()
+        self._free_pages()
+        self._where = {}
+
+    def _free_pages(self) -> None:
         whole = range(self.pool.reserve_null, self.pool.num_pages)
         self.pool.allocator.free(whole if self.page_table is None else self.page_table.flatten().tolist())
-        self._where = {}
 
 
 def bind(

@@ -49,7 +49,7 @@ def store_kv(
     key_plane, key_dtype, key_scales = _rows_plane(pool, layer, "key", key)
     value_plane, value_dtype, value_scales = _rows_plane(pool, layer, "value", value)
     args = (pool.buffer, key, value, slots, key_plane, value_plane, pool.page_size, key_dtype, value_dtype)
-    torch.ops.pm_ops.store_kv(*args, *_scale_arguments(key_scale, value_scale), key_scales, value_scales)
+    torch.ops.pm_ops.store_kv.default(*args, *_scale_arguments(key_scale, value_scale), key_scales, value_scales)
 
 
 @explained
@@ -95,7 +95,7 @@ def rope_store_kv(
     """
     key_plane, key_dtype, key_scales = _rows_plane(pool, layer, "key", key)
     value_plane, value_dtype, value_scales = _rows_plane(pool, layer, "value", value)
-    rotated_query, rotated_key = torch.ops.pm_ops.rope_store_kv(
+    rotated_query, rotated_key = torch.ops.pm_ops.rope_store_kv.default(
         pool.buffer,
         query,
         key,
@@ -138,7 +138,7 @@ def load_kv(
     """
     geometry, heads, dim, dtype, scales = pool.plane(layer, kind)
     number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
-    return torch.ops.pm_ops.load_kv(
+    return torch.ops.pm_ops.load_kv.default(
         pool.buffer,
         slots,
         geometry,
@@ -212,7 +212,7 @@ def attention(
             f"values of {counted(value.heads, 'head')} x {value.dim}: query's last axis must be the key's, and their "
             "heads must be equal"
         )
-    out, lse = torch.ops.pm_ops.attention(
+    out, lse = torch.ops.pm_ops.attention.default(
         pool.buffer,
         query,
         page_table,
@@ -271,7 +271,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     Two empty parts give 0 and -inf. Sinks may be in one part only.
     """
-    return torch.ops.pm_ops.merge_attention(out_a, lse_a, out_b, lse_b)
+    return torch.ops.pm_ops.merge_attention.default(out_a, lse_a, out_b, lse_b)
 
 
 def _rows_plane(

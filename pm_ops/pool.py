@@ -73,6 +73,7 @@ class PagePool:
         self.buffer = buffer
         if allocator is not None:
             self.allocator = allocator
+        self._planes: dict[tuple[int, str], PoolPlane] = {}
         self._even = {p.kind: _even(layout, p.kind) for p in layout.planes}
         self.scaled_kinds = layout.scaled_kinds
         self.slot_runs = torch.tensor(layout.slot_runs, dtype=torch.int64, device=self.device).reshape(-1, 3)
@@ -108,6 +109,14 @@ class PagePool:
 
         Raises ValueError for a plane that is not there or is a state, and for scales of another form.
         """
+        if type(layer) is not int or torch.compiler.is_compiling():
+            return self._plane(layer, kind)  # a number in the graph, which is no key
+        found = self._planes.get((layer, kind))
+        if found is None:
+            found = self._planes[layer, kind] = self._plane(layer, kind)
+        return found
+
+    def _plane(self, layer: int, kind: str) -> PoolPlane:
         plane, step = self._located(layer, kind)
         if plane.token_stride is None:
             raise ValueError(f"plane {kind!r} of layer {layer} is a state: it has no token slots")

@@ -105,15 +105,21 @@ def plan_of(s: Shape) -> Plan:
     most_rows = min(max((16384 if item == 2 else 4096) // widest, 16), 64 if s.bias else 128)
     heads = min(group, most_rows)
     block_m = min(max(next_power_of_2(max(s.queries, 1) * heads), 16), most_rows)
+    block_q, head_blocks = block_m // heads, -(-group // heads)
+    query_blocks = query_blocks_of(s.tokens, s.batch, s.ragged, block_q)
+    programs = query_blocks * s.kv_heads * head_blocks
+    wanted = s.multiprocessors * (4 if block_m <= 32 else 1)
+    keys = min(s.keys, s.max_seq_len or s.keys)
+    if s.window:
+        keys = min(keys, (s.window if s.causal else 2 * s.window) + block_q)
+
     if item == 4:
         warps, stages, block_n = 8, 2, 16
+    elif block_m * max(block_v, 128) <= 4096:
+        each = s.split_keys or keys // max(wanted // max(programs, 1), 1)
+        warps, stages, block_n = _decode_tile(s, block_k, block_v, each)
     elif block_m <= 32:
-        # Decode computes little on a tile. With few threads each of them keeps more loads on their way (measured: at
-        # a width of 128 two warps are up to 1.3 times faster than four, at 64 and 256 as much slower); a third stage
-        # fetches page ids one tile ahead of keys and values.
-        warps, stages, block_n = 2 if block_k == block_v == 128 else 4, 3, 128 if s.packed and widest <= 128 else 64
-        if s.value_scaled:
-            stages = 2  # measured: registers hold what the third would
+        warps, stages, block_n = 4, 2 if s.value_scaled else 3, 64
     elif block_m == 128 and widest <= 128:
         warps, stages, block_n = 8, 3, 128
     else:
@@ -121,21 +127,28 @@ def plan_of(s: Shape) -> Plan:
     while block_n > 16 and block_n * (block_k + block_v) * item * (stages - 1) + block_m * block_k * item > 160 * 1024:
         block_n //= 2
 
-    block_q, head_blocks = block_m // heads, -(-group // heads)
-    query_blocks = query_blocks_of(s.tokens, s.batch, s.ragged, block_q)
     if s.split_keys:
         splits = max(-(-s.keys // s.split_keys), 1)
     else:
-        keys = min(s.keys, s.max_seq_len or s.keys)
-        if s.window:
-            keys = min(keys, (s.window if s.causal else 2 * s.window) + block_q)
-        programs = query_blocks * s.kv_heads * head_blocks
-        wanted = s.multiprocessors * (4 if block_m <= 32 else 1)
         splits = max(1, min(wanted // max(programs, 1), -(-keys // (2 * block_n)), MAX_SPLITS))
     return Plan(
         block_m, block_n, block_k, block_v, s.packed, heads, head_blocks, query_blocks, splits, warps, stages, key_dot,
         value_dot,
     )  # fmt: skip
+
+
+def _decode_tile(s: Shape, block_k: int, block_v: int, keys: int) -> tuple[int, int, int]:
+    """Warps, stages and keys of a tile for few queries, where a program has about so many `keys`. Measured on an H200.
+
+    Decode computes little on a tile. With few threads each of them keeps more loads on their way: two warps are up to
+    1.3 times faster than four, but not on rows of 64. Tiles of 32 KiB of keys and values are best for rows of every
+    width (others are 2 to 25 % slower); only on 16-bit rows of 64, where a program has 256 keys or fewer, tiles of 16
+    KiB are 4 to 10 % faster. A third stage fetches page ids one tile ahead; where rows are wide, or are unpacked in
+    registers, two stages are 0.5 to 1.5 % faster.
+    """
+    widest, most = max(block_k, block_v), 64 if keys < 1024 and not s.packed else 128
+    block_n = min(32768 // ((block_k + block_v) * (1 if s.packed else 2)), most)
+    return 2 if widest > 64 else 4, 2 if s.packed or widest > 128 else 3, 1 << (max(block_n, 16).bit_length() - 1)
 
 
 def query_blocks_of(tokens: int, batch: int, ragged: bool, block_q: int) -> int:

@@ -3,21 +3,21 @@
 ``kernel[grid](...)`` looks the compiled variant of a kernel up, at each call, by what every argument is specialised on.
 A :class:`Launch` holds the arguments that follow from a call's shapes, is kept for the next call of these shapes, and
 looks at the others alone. Its keys are never coarser than Triton's: lists of arguments that Triton specialises
-differently have different keys. Triton compiles each variant, at its first launch, and runs it after that
-(``CompiledKernel.__getitem__``), with the hooks that a profiler has set.
+differently have different keys. Triton compiles each variant and runs it the first times; after that the variant's own
+launcher gets the addresses of tensors, unless a profiler has set hooks, which Triton calls.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime import JITFunction
+from triton.runtime import JITFunction, driver
 
 REMEMBERS = (
     torch.version.hip is None  # there pointers are specialised on their tensor's size, too
@@ -27,6 +27,9 @@ REMEMBERS = (
     and hasattr(knobs.compilation, "instrumentation_mode")
 )
 """Whether this triton's variants can be remembered. If not, every launch is ``kernel[grid](...)``: the same, slower."""
+
+DIRECT = triton.__version__.startswith("3.6.")
+"""Whether a variant's launcher takes what :class:`Launch` gives it. Else ``variant[grid](...)``: 1.3 times as long."""
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
@@ -50,7 +53,7 @@ class Launch:
         self.kernel, self.numbers, self.options = kernel, numbers, options
         self.grid = (*grid, 1, 1)[:3]
         self._last = (*numbers, *(options[name] for name in kernel.arg_names if name in options))
-        self._runs: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, *args: Any) -> None:
         """Launch on the device of the first argument, a tensor; the others are tensors or as ``numbers``."""
@@ -70,31 +73,37 @@ class Launch:
         if hooked or not REMEMBERS:
             self.through_triton(args)
             return
-        key = (device, runtime.debug, knobs.compilation.instrumentation_mode, *specialisation(args))
-        run = self._runs.get(key)
-        if run is None:
-            whole = (kernel.fn, *key, *specialisation(self.numbers), *self.options, *self.options.values())
+        special, values = specialised(args)
+        key = (device, runtime.debug, knobs.compilation.instrumentation_mode, *special)
+        variant = self._variants.get(key)
+        if variant is None:
+            whole = (kernel.fn, *key, *specialised(self.numbers)[0], *self.options, *self.options.values())
             variant = _compiled.get(whole)
             if variant is None:
                 variant = self.through_triton(args)
                 if isinstance(variant, CompiledKernel):  # not where a hook took the compilation over
                     _compiled[whole] = variant
                 return
-            run = self._runs[key] = variant[self.grid]
-        run(*args, *self._last)
+            self._variants[key] = variant
+        if not DIRECT or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            variant[self.grid](*args, *self._last)
+            return
+        stream, of_hooks = driver.active.get_current_stream(device), (None, None, None)  # metadata, and two hooks
+        variant.run(*self.grid, stream, variant.function, variant.packed_metadata, *of_hooks, *values, *self._last)
 
     def through_triton(self, args: tuple[Any, ...]) -> Any:
         """Launch in Triton's own way; returns what that returns, the compiled kernel."""
         return self.kernel[self.grid](*args, *self.numbers, **self.options)
 
 
-def specialisation(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All of the arguments that Triton may specialise a kernel on, and little more.
+def specialised(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """All of the arguments that Triton may specialise a kernel on, and little more; and the arguments as it gets them.
 
-    That are a tensor's dtype and whether its address is a multiple of 16; what :func:`_kind` tells of an int; of floats
-    and bools the type alone; and which arguments are None.
+    The first are a tensor's dtype and whether its address is a multiple of 16; what :func:`_kind` tells of an int; of
+    floats and bools the type alone; and which arguments are None. The second are addresses in place of tensors.
     """
     key: list[Any] = []
+    values: list[Any] = []
     for x in args:
         of = type(x)
         if x is None:
@@ -102,14 +111,18 @@ def specialisation(args: tuple[Any, ...]) -> tuple[Any, ...]:
         elif of is int:
             key.append(_kind(x))
         elif isinstance(x, Tensor):
-            key += (x.dtype, x.data_ptr() % 16 == 0)
+            address = x.data_ptr()
+            key += (x.dtype, address % 16 == 0)
+            x = address
         elif of is tuple:
-            key.append(specialisation(x))
+            inner, x = specialised(x)
+            key.append(inner)
         elif of is float or of is bool:
             key.append(of)
         else:
             raise TypeError(f"an argument is a {of.__name__}; a launch takes tensors, numbers, tuples of them and None")
-    return tuple(key)
+        values.append(x)
+    return tuple(key), tuple(values)
 
 
 @functools.lru_cache(1 << 16)

@@ -3,6 +3,7 @@
 Overlapping copies equal reading everything before writing anything. A first launch writes straight to a target only if
 that is no row's source, so that no read of the launch, in whatever order, meets a byte written by it; the other rows it
 stages in a workspace. A second launch, which begins when every read is done, moves the staged rows to their targets.
+Which rows are staged each program of a short copy of pages finds out for its own row; else that is a launch before.
 All words are as wide as the geometry divides: 16 bytes as two int64 a thread, which the compiler joins, else 8, 4, 2 or
 1.
 """
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 _PAGE_WORDS, _WARP_WORDS = 8192, 512  # of a page that a program and a warp move: eight pairs of words a thread at once
 _RUN_BLOCK, _RUN_WARPS = 2048, 1  # bytes of a slot's run that a program moves at a time
 _SECOND_WARPS = 2048  # of a copy's second launch, which mostly finds nothing to do
+_COMPARE_HERE = 512  # ids up to which the programs that copy pages compare their target with every source themselves
 _COMPARE_MOST = 4096  # ids up to which each target is compared with every source; more are looked up in a table
-_FLAGS = tl.constexpr(1024)  # rows' flags that are looked at together; their number is padded to a multiple
+_FLAGS = tl.constexpr(1024)  # rows' flags that are looked at together
 
 
 @triton.jit
@@ -85,7 +87,7 @@ def _compare(src, dst, staged, count, ROWS: tl.constexpr, IDS: tl.constexpr):
     for start in tl.range(0, count, IDS):
         j = tl.minimum(start + tl.arange(0, IDS), count - 1)
         hits = hits | (target[:, None] == tl.load(src + j)[None, :])
-    tl.store(staged + i, tl.where((i < count) & (target >= 0), tl.max(hits.to(tl.int8), 1), 0))
+    tl.store(staged + i, tl.where(target >= 0, tl.max(hits.to(tl.int8), 1), 0), mask=i < count)
 
 
 @triton.jit
@@ -102,7 +104,8 @@ def _parts(staged, count, parts, SECOND: tl.constexpr):
     if SECOND:
         found = tl.zeros([_FLAGS], tl.int8)
         for start in tl.range(0, count, _FLAGS):
-            found = found | tl.load(staged + start + tl.arange(0, _FLAGS))
+            i = start + tl.arange(0, _FLAGS)
+            found = found | tl.load(staged + i, mask=i < count, other=0)
         parts = tl.where(tl.max(found, 0) != 0, parts, 0)
     return parts
 
@@ -110,13 +113,22 @@ def _parts(staged, count, parts, SECOND: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "chunks", "parts"])
 def _copy_pages(
     buffer, rows, src, dst, staged, count, chunks, parts, base: tl.int64, page_stride: tl.int64, page_bytes: tl.int64,
-    num_pages: tl.int64, SECOND: tl.constexpr, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+    num_pages: tl.int64, SECOND: tl.constexpr, IDS: tl.constexpr, WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
+    """IDS: 0, or at least as many as there are rows, for a first launch that finds out what is staged."""
     for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND), tl.num_programs(0)):
         i = (part // chunks).to(tl.int64)
         first = (part % chunks).to(tl.int64) * BLOCK
         source, target, copied = _pair(src, dst, i, num_pages)
-        through = tl.load(staged + i) != 0
+        if IDS > 0:
+            j = tl.arange(0, IDS)
+            read = (tl.load(src + j, mask=j < count, other=-1) == target) & (target >= 0)
+            through = tl.max(read.to(tl.int32), 0) != 0
+            if first == 0:
+                tl.store(staged + i, through.to(tl.int8))
+        else:
+            through = tl.load(staged + i) != 0
         if SECOND:
             copied = copied & through
         if copied:
@@ -222,16 +234,15 @@ def zero_pages(a: ZeroPages) -> None:
 
 
 def _find_staged(src: Tensor, dst: Tensor, limit: int) -> Tensor:
-    """A flag a row, and zeros up to a multiple of `_FLAGS`: its target is read. `limit`: pages or slots of the pool."""
+    """A flag a row: its target is read. `limit`: pages or slots of the pool."""
     count = src.shape[0]
-    padded = cdiv(count, _FLAGS.value) * _FLAGS.value
     if count > _COMPARE_MOST:
         read = torch.zeros(limit + 2, dtype=torch.int8, device=src.device)  # ids out of range share its ends
         read.index_fill_(0, src.long().clamp(-1, limit) + 1, 1)
         read[:1].zero_()  # targets that skip
-        return torch.nn.functional.pad(read[dst.long().clamp(-1, limit) + 1], (0, padded - count))
-    staged = torch.empty(padded, dtype=torch.int8, device=src.device)
-    launch(_compare, (padded // 16,), src, dst, staged, count, ROWS=16, IDS=512, num_warps=8)
+        return read[dst.long().clamp(-1, limit) + 1]
+    staged = torch.empty(count, dtype=torch.int8, device=src.device)
+    launch(_compare, (cdiv(count, 16),), src, dst, staged, count, ROWS=16, IDS=512, num_warps=8)
     return staged
 
 
@@ -244,11 +255,12 @@ def copy_pages(a: CopyPages) -> None:
     rows = a.buffer.new_empty((count, page_bytes))  # only what is staged touches it
     chunks, words = _words(a, rows)
     parts = count * chunks
-    staged = _find_staged(src, dst, a.region[3])
+    few = count <= _COMPARE_HERE
+    staged = torch.empty(count, dtype=torch.int8, device=src.device) if few else _find_staged(src, dst, a.region[3])
     for second in (False, True)[:count]:  # a row alone is never staged
         programs = min(parts, _SECOND_WARPS * _WARP_WORDS // _PAGE_WORDS) if second else parts
         args = (a.buffer, rows, src, dst, staged, count, chunks, parts, *a.region)
-        launch(_copy_pages, (programs,), *args, SECOND=second, **words)
+        launch(_copy_pages, (programs,), *args, SECOND=second, IDS=_COMPARE_HERE if few and not second else 0, **words)
 
 
 def copy_slots(a: CopySlots) -> None:

@@ -75,14 +75,10 @@ class StoreKV:
         if self.key is None and self.value is None:
             raise ValueError("store_kv needs a key, a value, or both; got neither")
         key_scale, value_scale = self.key_scale_plane, self.value_scale_plane
-        self._check_rows("key", self.key, self.key_plane, self.key_dtype, device, nbytes)
-        self._check_rows("value", self.value, self.value_plane, self.value_dtype, device, nbytes)
+        self._check_rows("key", self.key, self.key_plane, self.key_dtype, key_scale, device, nbytes)
+        self._check_rows("value", self.value, self.value_plane, self.value_dtype, value_scale, device, nbytes)
         require_scale("key_scale", self.key_scale, self.key_scale_tensor, key_scale, self.key_dtype, device)
         require_scale("value_scale", self.value_scale, self.value_scale_tensor, value_scale, self.value_dtype, device)
-        if self.key is not None:
-            require_scale_plane("key_scale", nbytes, key_scale, self.page_size, self.key.shape[1])
-        if self.value is not None:
-            require_scale_plane("value_scale", nbytes, value_scale, self.page_size, self.value.shape[1])
 
     def _check_rows(
         self,
@@ -90,6 +86,7 @@ class StoreKV:
         rows: Tensor | None,
         plane: Sequence[int] | None,
         dtype: torch.dtype | None,
+        scale_plane: Sequence[int] | None,
         device: torch.device,
         nbytes: int,
     ) -> None:
@@ -105,6 +102,8 @@ class StoreKV:
         slots = self.slots.shape[0]
         require(slots <= tokens, lambda: f"{slots} slots for {tokens} {name} rows; there must be a row for every slot")
         require_plane(name, nbytes, plane, self.page_size, heads, dim, dtype)
+        if scale_plane is not None:
+            require_scale_plane(f"{name}_scale", nbytes, scale_plane, self.page_size, heads)
 
     def check_values(self) -> None:
         for plane in (self.key_plane, self.value_plane, self.key_scale_plane, self.value_scale_plane):

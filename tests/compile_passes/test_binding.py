@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pm_ops import PagePool, page_major
 from pm_ops.compile_passes import bind, page_major_backend
+from pm_ops.compile_passes.cells import Cells
 
 LAYERS, HEADS, DIM, PAGE = 2, 2, 8, 4
 
@@ -173,6 +174,27 @@ def test_caches_addressed_by_slot_do_not_share_their_pool() -> None:
         bind(pool, keys=caches(40, HEADS, DIM), values=caches(40, HEADS, DIM))
     pool.allocator.free(taken)
     bind(pool, keys=caches(40, HEADS, DIM), values=caches(40, HEADS, DIM))
+
+
+@pytest.mark.parametrize("shape", [(40, HEADS, DIM), (2, HEADS, 13, DIM)])
+def test_where_memory_runs_out_the_caches_and_the_pool_are_as_they_were(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, values = caches(*shape), caches(*shape)
+    before, pool, fill = [t.clone() for t in (*keys, *values)], make_pool(), Cells.fill
+
+    def fill_one(self: Cells, storage: torch.UntypedStorage) -> None:
+        if self.plane.layer:
+            raise torch.OutOfMemoryError("no memory for the indices")
+        fill(self, storage)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Cells, "fill", fill_one)
+        with pytest.raises(torch.OutOfMemoryError):
+            bind(pool, keys=keys, values=values)
+    assert pool.allocator.num_free == pool.num_pages
+    assert all(type(t) is Tensor and torch.equal(t, b) for t, b in zip((*keys, *values), before, strict=True))
+    bind(pool, keys=keys, values=values).release()
 
 
 def test_a_bound_cache_is_not_bound_again() -> None:

@@ -23,6 +23,12 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
+KERNELS = {
+    "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_merge_splits", "_merge_attention",
+    "_zero_padding", "_gather_pages", "_scatter_pages", "_compare", "_copy_pages", "_copy_slots", "_repack_pages",
+    "_move_pages",
+}  # fmt: skip
+"""All that are launched."""
 NAN_BYTE = 0xFF
 """A buffer full of this byte reads as NaN in every dtype."""
 

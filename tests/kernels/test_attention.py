@@ -479,6 +479,20 @@ def test_splits_fill_the_device_and_no_more(monkeypatch):
     assert plan(shapes(batch=8, tokens=8 * 4096)).splits == 1
 
 
+@pytest.mark.parametrize(("dim", "block_n"), [(64, 128), (80, 64), (128, 64), (192, 32), (256, 32)])
+def test_tiles_of_decode_hold_32_kib(dim, block_n, monkeypatch):
+    """Of keys and values, padded to powers of two; with few keys a program at most 64."""
+    monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
+    for call, few in (
+        (shapes(batch=64, tokens=64, dim=dim), False),
+        (shapes(batch=8, tokens=8, dim=dim, width=128), True),  # 8 splits of 2048 keys
+        (shapes(batch=64, tokens=64, dim=dim, window=128), True),
+    ):
+        p = plan(call)
+        assert p.block_n == (min(block_n, 64) if few else block_n)
+        assert p.block_n * (p.block_k + p.block_v) * 2 <= 32768
+
+
 def test_tiles_hold_any_group_and_fit(monkeypatch):
     monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
     for group in (1, 3, 5, 7, 8, 48, 128, 200):

@@ -76,12 +76,17 @@ def test_a_token_has_the_same_bits_in_a_prefill_and_as_a_decode_step(options):
         assert torch.equal(step_lse, lse[row])
 
 
-def test_the_plan_follows_from_the_geometry_alone():
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_the_plan_follows_from_the_geometry_alone(dim):
     plans = {
-        dataclasses.replace(plan(dataclasses.replace(shapes(**o), batch_invariant=True)), query_blocks=0)
+        dataclasses.replace(plan(dataclasses.replace(shapes(dim=dim, **o), batch_invariant=True)), query_blocks=0)
         for o in (dict(), dict(batch=7, tokens=7), dict(tokens=4096), dict(tokens=999, batch=3, ragged=True))
     }
     assert len(plans) == 1
+    narrow = plan(dataclasses.replace(shapes(dim=dim, width=2), batch_invariant=True))  # as many splits as it is wide
+    assert dataclasses.replace(narrow, splits=0) == dataclasses.replace(
+        *plans, splits=0, query_blocks=narrow.query_blocks
+    )
 
 
 def test_splits_are_no_more_than_can_be_joined():

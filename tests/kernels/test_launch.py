@@ -7,6 +7,7 @@ what it is run with: compiling needs no GPU, loading does; test_cuda.py launches
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from triton.runtime import JITFunction
 from triton.runtime.jit import create_function_from_signature
 
 from pm_ops.kernels import launch as module
-from pm_ops.kernels.launch import Launch, specialisation
+from pm_ops.kernels.launch import Launch, specialised
 
 
 def _kernel(x, y, n, rows: tl.int64, scale, pair, fixed, limit: tl.int32, DTYPE: tl.constexpr, SIZE: tl.constexpr):
@@ -39,11 +40,17 @@ INTS = (0, 1, 2, 3, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31),
 class Compiled(CompiledKernel):
     """Notes its launches."""
 
+    function, packed_metadata = "the function", "its metadata"
+
     def __init__(self, launches: list[tuple[Any, ...]]) -> None:
         self.launches = launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args: self.launches.append((self, grid, *args))
+
+    def run(self, x: int, y: int, z: int, *args: Any) -> None:  # type: ignore[override]
+        assert args[1:6] == ("the function", "its metadata", None, None, None)
+        self.launches.append((self, (x, y, z), *args[6:]))
 
 
 @pytest.fixture
@@ -58,6 +65,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(module, "_compiled", {})
+    active = SimpleNamespace(get_current_stream=lambda device: f"the stream of {device}")
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     return launches
 
 
@@ -105,15 +114,15 @@ def test_arguments_that_triton_specialises_differently_have_different_keys():
         for i in range(8)
     ]
     for args in drawn:
-        _, specialised, _ = bind(*args, DTYPE=tl.float16, SIZE=4)
-        assert of_triton.setdefault(specialisation(args), specialised) == specialised, args
+        _, key, _ = bind(*args, DTYPE=tl.float16, SIZE=4)
+        assert of_triton.setdefault(specialised(args)[0], key) == key, args
     assert len({str(x) for x in of_triton.values()}) > 1000  # or nothing was tried
 
 
 def test_keys_tell_no_more_of_numbers_than_triton_does():
     """Else every new length would be a variant to look up in Triton's way."""
-    assert specialisation((5, 0.25, (48, 7))) == specialisation((123, 0.5, (16, 9)))
-    assert specialisation((aligned(torch.int8),)) == specialisation((aligned(torch.int8, 32),))
+    assert specialised((5, 0.25, (48, 7)))[0] == specialised((123, 0.5, (16, 9)))[0]
+    assert specialised((aligned(torch.int8),))[0] == specialised((aligned(torch.int8, 32),))[0]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,8 @@ def test_a_variant_runs_for_its_own_arguments_alone(compiled, first, second):
     for args in (first, second, first, second, second):
         launch(*args)
     assert variants(compiled) == [0, 1, 0, 1, 1]
-    assert [id(x) for x in compiled[-1][2 : 2 + len(second)]] == [id(x) for x in second]
+    addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in second)
+    assert compiled[-1][2 : 2 + len(second)] == addresses  # which spares Triton to ask for them, and whose they are
 
 
 @pytest.mark.parametrize(
@@ -161,10 +171,15 @@ def test_a_variant_gets_the_arguments_and_constants_in_the_kernels_order(compile
     for x in (first, second, first):
         kept.on_current_device(0, (x, None))
     assert variants(compiled) == [0, 0, 0]
-    for (_, grid, *args), x in zip(compiled, (first, second, first), strict=True):
+    assert compiled[0][2] is first  # which Triton compiled the variant for
+    for (_, grid, *args), x in zip(compiled[1:], (second, first), strict=True):
         assert grid == (7, 2, 1)
-        assert args[0] is x
-        assert args[1:] == [None, 16, 3, tl.float16, 4]
+        assert args == [x.data_ptr(), None, 16, 3, tl.float16, 4]
+
+
+def test_tensors_in_tuples_are_addresses_too():
+    x = aligned(torch.float16)
+    assert specialised((x, (x, None, (3, x)), 0.5))[1] == (x.data_ptr(), (x.data_ptr(), None, (3, x.data_ptr())), 0.5)
 
 
 def test_launches_of_like_numbers_share_a_variant(compiled):
@@ -193,6 +208,22 @@ def test_hooks_that_triton_calls_at_each_launch_keep_launches_on_its_path(compil
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *args: ("", ""))
     launch(x)
     assert variants(compiled) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("reason", ["launch_enter_hook", "launch_exit_hook", "another triton"])
+def test_with_a_profilers_hooks_and_elsewhere_than_in_triton_3_6_a_variant_is_launched_by_its_grid(
+    compiled, monkeypatch, reason
+):
+    x = aligned(torch.float16)
+    monkeypatch.setattr(Compiled, "run", None)
+    if reason == "another triton":
+        monkeypatch.setattr(module, "DIRECT", False)
+    else:
+        monkeypatch.setattr(getattr(knobs.runtime, reason), "calls", [print])
+    launch(x)
+    launch(x)
+    assert variants(compiled) == [0, 0]
+    assert compiled[1][2] is x
 
 
 def test_another_triton_launches_in_its_own_way(compiled, monkeypatch):

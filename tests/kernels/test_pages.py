@@ -105,20 +105,22 @@ def gather_then_scatter(rows: torch.Tensor, src: list[int], dst: list[int]) -> t
     return after, [j for _, j in pairs]
 
 
-@pytest.fixture(params=["compared", "looked up"])
+@pytest.fixture(params=["compared by the copy", "compared before", "looked up"])
 def small_parts(request, monkeypatch):
-    """A page in several programs, and both ways to find the rows to stage; gives the flags of all calls."""
+    """A page in several programs, and every way to find the rows to stage; gives the flags of all launches."""
     flags: list[torch.Tensor] = []
-    find_staged = pages_module._find_staged
+    launch = pages_module.launch
 
-    def kept(*args):
-        flags.append(find_staged(*args))
-        return flags[-1]
+    def kept(kernel, grid, *args, **options):
+        launch(kernel, grid, *args, **options)
+        if kernel in (pages_module._copy_pages, pages_module._copy_slots):
+            flags.append(args[4])
 
-    monkeypatch.setattr(pages_module, "_find_staged", kept)
+    monkeypatch.setattr(pages_module, "launch", kept)
     monkeypatch.setattr(pages_module, "_PAGE_WORDS", 16)
     monkeypatch.setattr(pages_module, "_WARP_WORDS", 16)
     monkeypatch.setattr(pages_module, "_SECOND_WARPS", 3)
+    monkeypatch.setattr(pages_module, "_COMPARE_HERE", 16 if request.param == "compared by the copy" else 0)
     if request.param == "looked up":
         monkeypatch.setattr(pages_module, "_COMPARE_MOST", 0)
     return flags
@@ -193,7 +195,7 @@ def test_copies_of_slots_stage_only_slots_whose_target_is_read(device, index, sm
 @on_each_device
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_targets_are_compared_with_every_source_of_a_long_list(device, index, monkeypatch):
-    """1100 rows: several blocks of sources and of flags, the last ones not full, which padding must not count in."""
+    """1100 rows: several blocks of sources and of targets, the last ones not full."""
     src, dst = torch.randint(-3, 3000, (2, 1100), dtype=index)
     dst[0] = src[1099] = 3001  # no block but the last has it
     dst[1099] = src[1099]
@@ -201,8 +203,7 @@ def test_targets_are_compared_with_every_source_of_a_long_list(device, index, mo
         monkeypatch.setattr(pages_module, "_COMPARE_MOST", most)
         staged = pages_module._find_staged(src.to(device), dst.to(device), 3000).cpu()
         exists = (dst >= 0) & (dst < 3000 if not most else dst < 3002)
-        assert torch.equal(staged[:1100].bool()[exists], torch.isin(dst, src)[exists])
-        assert staged.shape == (2048,) and not staged[1100:].any()
+        assert torch.equal(staged.bool()[exists], torch.isin(dst, src)[exists])
 
 
 @on_each_device
