@@ -105,15 +105,14 @@ class NixlPages:
                 leave it out for pages that are to be written. Offers of some layers have none.
         """
         self._require_registered(pool)
-        ids = checked_pages(pool, pages)
-        if not ids:
-            raise ValueError("no pages to offer; name one at least")
+        ids, chosen = checked_pages(pool, pages), None if layers is None else tuple(layers)
+        runs, where = page_descriptors(pool, ids, chosen), _memory(pool.device)
+        if not runs:
+            raise ValueError("no pages to offer, or no layers of them; name one at least")
         _settle(pool)
         header = PageHeader(pool.layout, self.model, ())
-        if digests and layers is None:
+        if digests and chosen is None:
             header = PageHeader.of(pool.layout, self.model, pool.gather(ids))
-        chosen = None if layers is None else tuple(layers)
-        runs, where = page_descriptors(pool, ids, chosen), _memory(pool.device)
         return Offer(header, chosen, tuple(runs), *where, self.agent.get_agent_metadata()).to_bytes()
 
     def read(self, offer: bytes, pool: PagePool, pages: Tensor | Sequence[int]) -> NixlTransfer:

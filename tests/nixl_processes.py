@@ -105,6 +105,7 @@ def main(pipe: Connection) -> dict[str, Any]:
             "number written": refused(lambda: nixl.write(room, pool, HERE[:3])),
             "twice": refused(lambda: nixl.read(offer, pool, [1, 1, 2, 3])),
             "no page": refused(lambda: nixl.offer(pool, [])),
+            "no layer": refused(lambda: nixl.offer(pool, [0], [])),
             "changed": refused(lambda: nixl.read(offer.replace(b'"device":0', b'"device":1'), pool, HERE)),
             "cut": refused(lambda: nixl.read(offer[:-1], pool, HERE)),
             "unregistered": refused(lambda: nixl.read(offer, packed_pool(LAYOUTS["page_major"], 8), HERE)),
