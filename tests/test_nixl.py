@@ -77,8 +77,8 @@ def test_what_does_not_fit_is_refused_before_a_byte_lands_and_what_changed_is_no
     messages = {
         "model": "model 'llama@1f2e' instead of 'gpt'", "layout": "these pages do not fit: layout",
         "number": "4 pages instead of 3", "number written": "name as many pages of the same layout",
-        "twice": "page 1 is named twice", "no page": "no pages to offer", "no layer": "or no layers", "cut": "not an offer of pages",
-        "changed": "it has changed since it was written",
+        "twice": "page 1 is named twice", "no page": "no pages to offer", "no layer": "or no layers",
+        "cut": "not an offer of pages", "changed": "it has changed since it was written",
         "unregistered": "is not registered", "torn": "page 2 of 4 is corrupted", "closed": "is not registered",
     }  # fmt: skip
     assert set(happened["refused"]) == set(messages)
