@@ -118,7 +118,8 @@ class HostPool:
         if len(sources) != len(targets):
             raise ValueError(f"{counted(len(sources), 'host page')} for {len(targets)} of the pool; they go in pairs")
         self._settle()
-        self._require_owned(dict.fromkeys(sources, 1), "restore")
+        if self._held() or not all(map(self.pool.allocator.refcount, sources)):
+            self._require_owned(dict.fromkeys(sources, 1), "restore")
         transfer = self._in.prepare(sources, targets, by_layer=by_layer, impl=impl, progress=progress)
         transfer.pages = transfer.source_pages
         missing = self._unwritten.intersection(sources)
@@ -135,12 +136,13 @@ class HostPool:
         """
         ids = checked_pages(self.pool, pages)
         self._settle()
-        times = Counter(ids)
-        self._require_owned(times, "free")
-        for transfer in self._active:  # becomes an owner of what it uses
-            more = times.keys() & set(transfer.pages) - transfer.held
-            self.pool.allocator.retain(more)
-            transfer.held |= more
+        if self._active:
+            times = Counter(ids)
+            self._require_owned(times, "free")
+            for transfer in self._active:  # becomes an owner of what it uses
+                more = times.keys() & set(transfer.pages) - transfer.held
+                self.pool.allocator.retain(more)
+                transfer.held |= more
         self.pool.allocator.free(ids)
         self._unwritten.difference_update(ids)
 

@@ -21,7 +21,7 @@ def block(name: str) -> str:
 
 
 def test_every_python_block_is_run_here() -> None:
-    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 5
+    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 6
 
 
 class Layer(torch.nn.Module):
@@ -104,6 +104,17 @@ def test_pages_in_files_and_on_the_wire(tmp_path: Path, monkeypatch: pytest.Monk
     header = pm_ops.PageHeader.from_bytes(names["header"])
     header.check(pool.layout, "SmolLM2-135M", 2)
     header.verify(before)
+
+
+def test_pages_in_host_memory() -> None:
+    """Pages 1 and 2 become what 3 and 0 were, by way of host pages that are free again."""
+    pool = pm_ops.PagePool(pm_ops.page_major(2, 2, 64, 16, torch.bfloat16), num_pages=8)
+    pool.buffer.random_()
+    before = pool.gather([3, 0])
+    names: dict[str, Any] = {"pm_ops": pm_ops, "pool": pool}
+    exec(block("host"), names)
+    assert torch.equal(pool.gather([1, 2]), before)
+    assert names["host"].pool.allocator.num_free == 4096
 
 
 def test_between_layouts(capsys: pytest.CaptureFixture[str]) -> None:
