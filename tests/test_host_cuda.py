@@ -12,6 +12,7 @@ import torch
 
 import pm_ops
 from pm_ops import HostPool, PagePool, copy_engine, transfer_plan
+from pm_ops.index_ring import IndexRing
 from pm_ops.testing import fill_random
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +77,7 @@ def test_every_byte_there_and_back_and_no_other(name, batch, impl, monkeypatch):
     there = torch.randperm(64)[:30]
     expected_host, expected = host.pool.buffer.clone(), buffer.cpu()
     rows = pool.gather(ids.cuda()).cpu()
-    saved = host.offload(ids, impl=impl)
+    saved = host.offload(ids if batch else ids.cuda(), impl=impl)
     PagePool(layout, 40, buffer=expected_host).scatter(saved.pages, rows)
     saved.synchronize()
     assert saved.impl == impl and saved.done() and saved.arrived == list(range(30))
@@ -258,6 +259,18 @@ def test_without_a_wait_the_order_tests_would_fail(impl, monkeypatch):
     saved = host.offload(ids, impl=impl)
     saved.synchronize()
     assert not torch.equal(host.pool.gather(saved.pages), rows.cpu())
+
+
+def test_more_page_ids_in_flight_than_the_ring_holds():
+    pool = random_pool()
+    host = HostPool(pool, 640)
+    host._out._ring = IndexRing(torch.zeros(70, 2, dtype=torch.int64, pin_memory=True))
+    lists = [torch.randperm(64)[:30].tolist() for _ in range(20)]
+    delay(ms=5)
+    saved = [host.offload(ids, impl="kernel") for ids in lists]
+    for ids, transfer in zip(lists, saved, strict=True):
+        transfer.synchronize()
+        assert torch.equal(host.pool.gather(transfer.pages), pool.gather(ids).cpu())
 
 
 def test_calls_and_polls_do_not_wait_on_the_host(monkeypatch):
