@@ -21,9 +21,9 @@ Progress = Callable[[Transfer], None]
 class HostPool:
     """Pages of a pool's layout in host memory, pinned where the pool is on CUDA, and what moves pages between the two.
 
-    Transfers run beside the model, on a CUDA stream for each direction, from buffer to buffer: nothing is staged. A call
-    waits on the host for nothing but, in :meth:`offload`, host pages that were freed in flight, where there are no
-    others. The order is kept on the device:
+    Transfers run beside the model, on a CUDA stream for each direction, from buffer to buffer: nothing is staged. No
+    call waits on the host, except :meth:`offload` where the only host pages left are those that were freed in flight.
+    The order is kept on the device:
 
     - A transfer begins after the work that is queued on the current stream when it is called, so that ``offload`` moves
       what was stored, and ``restore`` overwrites nothing that is still read.
@@ -39,8 +39,8 @@ class HostPool:
 
     Args:
         pool: on CUDA or on the CPU; of any layout, base and stride.
-        num_pages: host pages, back to back. On CUDA they are page-locked until the HostPool is dropped, which waits on the
-            host for what is in flight. Locking took 0.15 s a GiB beside an H200.
+        num_pages: host pages, back to back. For CUDA they are page-locked until the HostPool is dropped, which waits on
+            the host for what is in flight. Locking took 0.15 s a GiB beside an H200.
         max_in_flight: bytes that are given to the device ahead in each direction. What goes beyond that is queued, and
             issued by later calls, :meth:`Transfer.done` included, or all at once by :meth:`Transfer.wait`. It bounds
             how long an urgent transfer, or a cancelled one, waits for others.
