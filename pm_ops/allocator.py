@@ -41,7 +41,8 @@ class PageAllocator:
             raise RuntimeError(
                 f"out of pages: {n} asked for, {len(self._free)} of {self.num_pages} free; free some first"
             )
-        pages = [self._free.pop() for _ in range(n)]
+        pages = self._free[: -n - 1 : -1]
+        del self._free[len(self._free) - n :]
         for page in pages:
             self._counts[page] = 1
         return pages

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from .layout import counted
@@ -15,6 +14,8 @@ from .pool import PagePool
 from .transfer_plan import Impl, PageRuns, Part, Step
 
 if TYPE_CHECKING:
+    import torch
+
     from .copy_engine import Runs
     from .transfer_queue import TransferQueue
 
@@ -44,7 +45,7 @@ class Transfer:
         self.queue = queue
         self.by_layer = False
         self.progress: Callable[[Transfer], None] | None = None
-        self.order = torch.empty(0, dtype=torch.int64)
+        self.order: list[int] = []
         self.steps: deque[Step] = deque()  # not issued yet
         self.moving = 0  # steps that were issued and are not known to have arrived
         self.issued = self.whole = 0  # pages, in order, of which everything was issued, and has arrived
@@ -129,12 +130,12 @@ class Transfer:
     def arrived(self) -> list[int]:
         """Positions, ascending, in the lists of pages: those that are known to have arrived as a whole."""
         self.done()
-        return sorted(self.order[: self.whole].tolist())
+        return sorted(self.order[: self.whole])
 
     @property
     def left_out(self) -> list[int]:
         """Positions, ascending, of the pages that :meth:`cancel` left out, or of which it left something out."""
-        return sorted(self.order[self.issued :].tolist()) if self.cancelled else []
+        return sorted(self.order[self.issued :]) if self.cancelled else []
 
     @cached_property
     def touched(self) -> tuple[tuple[PagePool, frozenset[int]], tuple[PagePool, frozenset[int]]]:

@@ -14,7 +14,7 @@ from .index_ring import IndexRing
 from .ops._common import kernel
 from .pool import PagePool
 from .transfer import Transfer
-from .transfer_plan import Impl, Step, plan_transfer
+from .transfer_plan import Impl, Step, parts_of, plan_transfer
 
 
 @dataclass(slots=True)
@@ -131,6 +131,9 @@ class TransferQueue:
         self.require(impl)
         transfer = Transfer(self, source_pages, target_pages)
         transfer.by_layer, transfer.progress = by_layer, progress
+        if not transfer.source_pages:
+            parts_of(self.source.layout, by_layer)
+            return transfer
         chosen: Impl | None = "kernel" if impl == "kernel" else "copy"
         if impl == "auto" and self._ring is not None:
             chosen = None

@@ -106,6 +106,17 @@ def test_pages_in_files_and_on_the_wire(tmp_path: Path, monkeypatch: pytest.Monk
     header.verify(before)
 
 
+def test_pages_in_host_memory() -> None:
+    """Pages 1 and 2 become what 3 and 0 were, by way of host pages that are free again."""
+    pool = pm_ops.PagePool(pm_ops.page_major(2, 2, 64, 16, torch.bfloat16), num_pages=8)
+    pool.buffer.random_()
+    before = pool.gather([3, 0])
+    names: dict[str, Any] = {"pm_ops": pm_ops, "pool": pool}
+    exec(block("host"), names)
+    assert torch.equal(pool.gather([1, 2]), before)
+    assert names["host"].pool.allocator.num_free == 4096
+
+
 def test_between_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     """70 tokens of heads 4 to 7, and the plan says of itself what the comment beside it says."""
     names: dict[str, Any] = {"pm_ops": pm_ops, "torch": torch}
