@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import transfer_cases
+from .limits import has_peer
 from .transfer_cases import RepackShape, TransferShape
 
 SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "transfer", "host")
@@ -223,4 +224,5 @@ def shapes(suite: str, device: torch.device, quick: bool) -> tuple[Shape, ...]:
         return ()
     if device.type != "cuda":
         return _CPU[suite]
-    return _GPU[suite][: _QUICK[suite] if quick else None]
+    found = _GPU[suite][: _QUICK[suite] if quick else None]
+    return found if has_peer(device) else tuple(shape for shape in found if not getattr(shape, "peer", False))

@@ -11,6 +11,7 @@ from .streams import Two
 
 COPY, MATMUL = "copy", "matmul"
 TO_HOST, FROM_HOST, BOTH_WAYS = "to pinned", "from pinned", "to and from pinned"
+TO_PEER = "to another GPU"
 """How the names of the limits begin."""
 
 
@@ -30,6 +31,10 @@ def measure_limits(clock: Clock, results: Results) -> None:
     _add(results, f"read {mib}", us, float(bool(words.sum() != half)), "gb_s", size)
     if device.type == "cuda":
         _pinned(clock, results, source[: size // 4], target[: size // 4])
+    if has_peer(device):
+        there = torch.zeros(size, dtype=torch.uint8, device=other_gpu(device))
+        us = clock.median_us(lambda: there.copy_(source))
+        _add(results, f"{TO_PEER}, {mib}", us, float(not torch.equal(there.cpu(), source.cpu())), "gb_s", size)
 
     a, b = (torch.randn(dim, dim, dtype=dtype, device=device) for _ in range(2))
     us = clock.median_us(lambda: a @ b)
@@ -37,6 +42,20 @@ def measure_limits(clock: Clock, results: Results) -> None:
     right = a[rows].double() @ b.double()
     error = float(((a @ b)[rows].double() - right).norm() / right.norm())
     _add(results, f"{MATMUL} {dim}^3, {str(dtype).removeprefix('torch.')}", us, error, "tflop_s", 2 * dim**3)
+
+
+def other_gpu(device: torch.device) -> torch.device:
+    """Another one of the host."""
+    return torch.device("cuda", 1 if (device.index or 0) == 0 else 0)
+
+
+def has_peer(device: torch.device) -> bool:
+    """Whether there is another, whose memory this one has access to."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.device_count() > 1
+        and torch.cuda.can_device_access_peer(device, other_gpu(device))
+    )
 
 
 def _pinned(clock: Clock, results: Results, source: Tensor, target: Tensor) -> None:

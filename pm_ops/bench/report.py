@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .limits import BOTH_WAYS, COPY, FROM_HOST, MATMUL, TO_HOST
+from .limits import BOTH_WAYS, COPY, FROM_HOST, MATMUL, TO_HOST, TO_PEER
 from .memory import LAYER_MAJOR, PAGE_MAJOR
 from .results import Results, Row
 
@@ -12,13 +12,16 @@ OURS = "pm_ops"
 """How the names of our implementations begin."""
 UNITS = {"gb_s": "GB/s", "tflop_s": "TFLOP/s"}
 
+_WAYS = {"offload": TO_HOST, "restore": FROM_HOST, "both ways": BOTH_WAYS, TO_PEER: TO_PEER}
+"""How the names of transfers begin, and of what limits them."""
+
 
 class Report:
     """Ratios and shares of the rows of one run."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self.limits = {name: self._limit(name) for name in (COPY, MATMUL, TO_HOST, FROM_HOST, BOTH_WAYS)}
+        self.limits = {name: self._limit(name) for name in (COPY, MATMUL, *_WAYS.values())}
         self.cases: dict[tuple[str, str], list[Row]] = {}
         for row in results.rows:
             self.cases.setdefault((row["suite"], row["case"]), []).append(row)
@@ -104,8 +107,7 @@ def limit_of(row: Row) -> str | None:
     unit = unit_of(row)
     if unit is None:
         return None
-    ways = {"offload": TO_HOST, "restore": FROM_HOST, "both ways": BOTH_WAYS}
-    across = (limit for way, limit in ways.items() if row["suite"] == "transfer" and row["case"].startswith(way))
+    across = (limit for way, limit in _WAYS.items() if row["suite"] == "transfer" and row["case"].startswith(way))
     return MATMUL if unit == "tflop_s" else next(across, COPY)
 
 

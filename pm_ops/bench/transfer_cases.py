@@ -50,7 +50,7 @@ class TransferShape:
 
 @dataclass(frozen=True)
 class RepackShape:
-    """Pages of one layout written as pages of another, on the device."""
+    """Pages of one layout written as pages of another, on the device or from it to another GPU."""
 
     name: str
     count: int
@@ -64,6 +64,8 @@ class RepackShape:
     kv_heads: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    peer: bool = False
+    """Whether the target is on another GPU of the host."""
 
     @property
     def plan(self) -> RepackPlan:
@@ -78,8 +80,8 @@ class RepackShape:
 
     @property
     def nbytes(self) -> int:
-        """Read and written."""
-        return 2 * self.tokens * self.plan.bytes_per_token
+        """Read and written; or what crosses to the other GPU."""
+        return (1 if self.peer else 2) * self.tokens * self.plan.bytes_per_token
 
     def _layout(self, side: int) -> PageLayout:
         heads = self.heads[2] if side == 1 and self.heads is not None else self.kv_heads
@@ -109,6 +111,13 @@ _PREFIX = [
     TransferShape(f"restore 32768 tokens, until {what} is there", verb, 2048, 2304)
     for verb, what in (("first layer", "layer 0"), ("last layer", "all"))
 ]
+_PAGE_MAJOR = ("page_major", "page_major")
+_PEER = [
+    RepackShape("to another GPU, 256 pages of 2 MiB", 256, _PAGE_MAJOR, peer=True),
+    RepackShape("to another GPU, 256 pages of 64 KiB", 256, _PAGE_MAJOR, layers=1, peer=True),
+    RepackShape("to another GPU, heads 4 to 7 of 8, 256 pages of 2 MiB", 256, _PAGE_MAJOR, heads=(4, 0, 4), peer=True),
+]
+"""Where the host has two GPUs."""
 _TINY: dict[str, Any] = dict(layers=2, kv_heads=2, head_dim=32, dtype=torch.float32)
 
 GPU: tuple[TransferShape | RepackShape, ...] = (
@@ -120,9 +129,10 @@ GPU: tuple[TransferShape | RepackShape, ...] = (
     *_moved("512 KiB"),
     *_moved("128 KiB"),
     RepackShape("repack 256 pages of 2 MiB from vLLM's order", 256, ("BLNHC", "page_major")),
-    RepackShape("repack pages of 16 as pages of 64, 512 MiB", 256, ("page_major", "page_major"), (16, 64)),
-    RepackShape("repack heads 4 to 7 of 8, 256 pages of 2 MiB", 256, ("page_major", "page_major"), heads=(4, 0, 4)),
+    RepackShape("repack pages of 16 as pages of 64, 512 MiB", 256, _PAGE_MAJOR, (16, 64)),
+    RepackShape("repack heads 4 to 7 of 8, 256 pages of 2 MiB", 256, _PAGE_MAJOR, heads=(4, 0, 4)),
     *(_timed(_moved(size)[i]) for size, i in (("2 MiB", 1), ("32 KiB", 0), ("32 KiB", 1))),
+    *_PEER,
 )
 """The first ones are the most telling."""
 
@@ -131,7 +141,7 @@ CPU: tuple[TransferShape | RepackShape, ...] = (
     *(replace(shape, name=shape.name.replace("32768", "64"), count=16, pages=32, page_size=4, **_TINY)
       for shape in _PREFIX),
     RepackShape("repack 16 pages of 4 KiB to vLLM's order", 16, ("page_major", "BLNHC"), (4, 4), **_TINY),
-    RepackShape("repack pages of 4 as pages of 8, 64 KiB", 16, ("page_major", "page_major"), (4, 8), **_TINY),
-    RepackShape("repack head 1 of 2, 16 pages", 16, ("page_major", "page_major"), (4, 4), (1, 0, 1), **_TINY),
+    RepackShape("repack pages of 4 as pages of 8, 64 KiB", 16, _PAGE_MAJOR, (4, 8), **_TINY),
+    RepackShape("repack head 1 of 2, 16 pages", 16, _PAGE_MAJOR, (4, 4), (1, 0, 1), **_TINY),
     TransferShape("host time, offload 16 pages", "offload", 16, 64, page_size=4, host_time=True, **_TINY),
 )  # fmt: skip

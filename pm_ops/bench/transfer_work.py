@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import HostPool, PagePool, RepackPlan
 from ..ops._common import bits
+from .limits import other_gpu
 from .memory import LAYER_MAJOR, PAGE_MAJOR, poison
 from .transfer_cases import RepackShape, TransferShape
 
@@ -93,13 +94,14 @@ class RepackWork:
     def expected(self) -> Tensor:
         """The target's buffer as it has to be after the call: the sequence's rows written by plain indexing."""
         right = PagePool(self.plan.target, self.target.num_pages, buffer=self.target.buffer.clone())
-        t = torch.arange(self.shape.tokens, device=right.device)
+        t = torch.arange(self.shape.tokens, device=self.src.device)
         sides = ((self.src, self.source), (self.dst, self.target))
-        rows, cells = ((ids[t // pool.page_size], t % pool.page_size) for ids, pool in sides)
+        rows, cells = ((ids[t // pool.page_size].to(pool.device), (t % pool.page_size).to(pool.device))
+                       for ids, pool in sides)  # fmt: skip
         first, at, count = self.shape.heads or (0, 0, self.shape.kv_heads)
         for ours, theirs in self.plan.layer_pairs:
             for kind in self.plan.source.kinds(ours):
-                moved = bits(self.source.view(ours, kind))[(*rows, slice(first, first + count))]
+                moved = bits(self.source.view(ours, kind))[(*rows, slice(first, first + count))].to(right.device)
                 bits(right.view(theirs, kind))[(*cells, slice(at, at + count))] = moved
         return right.buffer
 
@@ -108,8 +110,9 @@ def repack_work(shape: RepackShape, device: torch.device, fill: bool = True) -> 
     """Make the data of a repack: pools twice as large as the sequence, its pages shuffled."""
     torch.manual_seed(0)
     plan, pools, ids = shape.plan, [], []
-    for layout in (plan.source, plan.target):
+    other = other_gpu(device) if shape.peer else device
+    for layout, place in ((plan.source, device), (plan.target, other)):
         count = shape.tokens // layout.page_size
-        pools.append(PagePool(layout, 2 * count, buffer=poison(2 * count * layout.page_bytes, device, fill)))
+        pools.append(PagePool(layout, 2 * count, buffer=poison(2 * count * layout.page_bytes, place, fill)))
         ids.append(torch.randperm(2 * count, device=device)[:count].clone())
     return RepackWork(shape, plan, pools[0], pools[1], ids[0], ids[1])
