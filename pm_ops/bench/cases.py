@@ -11,7 +11,7 @@ from . import transfer_cases
 from .limits import has_peer
 from .transfer_cases import RepackShape, TransferShape
 
-SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "transfer", "host")
+SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "transfer", "peer", "host")
 ATTENTION_SUITES = ("decode", "prefill", "extend", "mixed")
 
 
@@ -185,9 +185,20 @@ _GPU: dict[str, tuple[Shape, ...]] = {
         PagesShape("move 1024 tokens, 32 layers", "move", 1024, 2048, 32),
     ),
     "transfer": transfer_cases.GPU,
+    "peer": transfer_cases.PEER,
     "host": (StoreShape("store 8 tokens", 8, pages=64), replace(decode("", 8, 512), name="attention B8 x 512")),
 }  # fmt: skip
-_QUICK = {"store": 6, "decode": 6, "prefill": 1, "extend": 1, "mixed": 1, "pages": 7, "transfer": 10, "host": 2}
+_QUICK = {
+    "store": 6,
+    "decode": 6,
+    "prefill": 1,
+    "extend": 1,
+    "mixed": 1,
+    "pages": 7,
+    "transfer": 10,
+    "peer": 3,
+    "host": 2,
+}
 
 _TINY: dict[str, Any] = dict(
     q_heads=4, kv_heads=2, head_dim=32, value_dim=32, page_size=4, dtype=torch.float32, kv_dtype=torch.float32, layers=2
@@ -211,6 +222,7 @@ _CPU: dict[str, tuple[Shape, ...]] = {
         PagesShape("move 32 tokens, 2 layers", "move", 32, 64, 2, **_ROWS),
     ),
     "transfer": transfer_cases.CPU,
+    "peer": (),
     "host": (
         StoreShape("store 8 tokens", 8, pages=16, layers=2, **_ROWS),
         replace(decode("", 4, 32, **_TINY), name="attention B4 x 32"),
@@ -219,10 +231,11 @@ _CPU: dict[str, tuple[Shape, ...]] = {
 
 
 def shapes(suite: str, device: torch.device, quick: bool) -> tuple[Shape, ...]:
-    """The shapes of a suite on this device; quick: the first, most telling ones."""
+    """The shapes of a suite on this device; quick: the first, most telling ones. None of ``peer`` on a lone GPU."""
     if suite == "limits":
         return ()
     if device.type != "cuda":
         return _CPU[suite]
-    found = _GPU[suite][: _QUICK[suite] if quick else None]
-    return found if has_peer(device) else tuple(shape for shape in found if not getattr(shape, "peer", False))
+    if suite == "peer" and not has_peer(device):
+        return ()
+    return _GPU[suite][: _QUICK[suite] if quick else None]

@@ -15,7 +15,7 @@ import pm_ops
 from .ahead import compile_in_processes, default_jobs
 from .cases import SUITES
 from .clock import Clock
-from .limits import measure_limits
+from .limits import has_peer, measure_limits
 from .peers import FACTORIES, find
 from .plots import draw
 from .progress import Progress
@@ -51,6 +51,8 @@ def measure(options: argparse.Namespace) -> int:
     results.versions |= {impl.name: version for impl in found if (version := impl.version()) is not None}
     for name, reason in missing.items():
         results.remarks.append(f"{name}: not measured: {reason}")
+    if "peer" in suites and not has_peer(device):
+        results.remarks.append("peer: not measured: it needs a second GPU, whose memory the first has access to")
     kinds = {case.kind for case in todo}
     for impl in found:
         if impl.scope is not None and kinds - impl.kinds:

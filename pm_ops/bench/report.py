@@ -107,7 +107,8 @@ def limit_of(row: Row) -> str | None:
     unit = unit_of(row)
     if unit is None:
         return None
-    across = (limit for way, limit in _WAYS.items() if row["suite"] == "transfer" and row["case"].startswith(way))
+    travels = row["suite"] in ("transfer", "peer")
+    across = (limit for way, limit in _WAYS.items() if travels and row["case"].startswith(way))
     return MATMUL if unit == "tflop_s" else next(across, COPY)
 
 

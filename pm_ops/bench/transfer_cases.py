@@ -112,12 +112,12 @@ _PREFIX = [
     for verb, what in (("first layer", "layer 0"), ("last layer", "all"))
 ]
 _PAGE_MAJOR = ("page_major", "page_major")
-_PEER = [
+PEER = (
     RepackShape("to another GPU, 256 pages of 2 MiB", 256, _PAGE_MAJOR, peer=True),
     RepackShape("to another GPU, 256 pages of 64 KiB", 256, _PAGE_MAJOR, layers=1, peer=True),
     RepackShape("to another GPU, heads 4 to 7 of 8, 256 pages of 2 MiB", 256, _PAGE_MAJOR, heads=(4, 0, 4), peer=True),
-]
-"""Where the host has two GPUs."""
+)
+"""Of the suite ``peer``, for a host with two GPUs."""
 _TINY: dict[str, Any] = dict(layers=2, kv_heads=2, head_dim=32, dtype=torch.float32)
 
 GPU: tuple[TransferShape | RepackShape, ...] = (
@@ -132,7 +132,6 @@ GPU: tuple[TransferShape | RepackShape, ...] = (
     RepackShape("repack pages of 16 as pages of 64, 512 MiB", 256, _PAGE_MAJOR, (16, 64)),
     RepackShape("repack heads 4 to 7 of 8, 256 pages of 2 MiB", 256, _PAGE_MAJOR, heads=(4, 0, 4)),
     *(_timed(_moved(size)[i]) for size, i in (("2 MiB", 1), ("32 KiB", 0), ("32 KiB", 1))),
-    *_PEER,
 )
 """The first ones are the most telling."""
 

@@ -16,8 +16,8 @@ from pm_ops.bench.ours import PmOps, PmOpsByLayer
 from pm_ops.bench.progress import Progress
 from pm_ops.bench.results import Results
 from pm_ops.bench.runner import Runner
-from pm_ops.bench.suites import transfer_case
-from pm_ops.bench.transfer_cases import TransferShape
+from pm_ops.bench.suites import cases, transfer_case
+from pm_ops.bench.transfer_cases import PEER, TransferShape
 from pm_ops.bench.transfer_torch import TorchStaged
 
 pytestmark = pytest.mark.gpu
@@ -93,3 +93,11 @@ def test_the_faster_way_is_found() -> None:
     run, name = fastest({"all": x.zero_, "little": x[:16].zero_}, x.device)
     assert name == "little"
     assert run().numel() == 16
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_pages_to_another_gpu_are_measured() -> None:
+    device, results = torch.device("cuda", torch.cuda.current_device()), Results({})
+    runner = Runner([PmOps()], Clock(device, quick=True), results, Progress(0, bar=False))
+    runner.run(list(cases("peer", device, True)))
+    assert results.failures == [] and [row["rel_err"] for row in results.rows] == [0.0] * len(PEER), results.notes

@@ -14,11 +14,13 @@ from bench.fakes import CPU, SWAP_SCHEMA, VLLM_FILES, write_files
 
 from pm_ops.bench.baseline import Torch
 from pm_ops.bench.implementation import Bound, Implementation, Missing, Unsupported
+from pm_ops.bench.limits import TO_PEER
 from pm_ops.bench.memory import LAYER_MAJOR, LAYOUTS, PAGE_MAJOR
 from pm_ops.bench.ours import PmOps, PmOpsByLayer
 from pm_ops.bench.peer_vllm_swap import LIBRARY, VLLMSwap, VLLMSwapTriton
+from pm_ops.bench.report import limit_of
 from pm_ops.bench.suites import cases, repack_case, transfer_case
-from pm_ops.bench.transfer_cases import RepackShape, TransferShape
+from pm_ops.bench.transfer_cases import PEER, RepackShape, TransferShape
 from pm_ops.bench.transfer_torch import TorchStaged
 
 VERBS = ("offload", "restore", "both ways", "first layer", "last layer")
@@ -145,6 +147,13 @@ def test_amounts_are_the_bytes_that_cross_until_the_call_has_done_its_work() -> 
     sizes = {each.name: each.layout.page_bytes for each in every if isinstance(each, TransferShape)}
     assert sizes["offload 256 pages of 2 MiB"] == 2 << 20 and sizes["restore 256 pages of 512 KiB"] == 512 << 10
     assert sizes["both ways 256 pages of 128 KiB"] == 128 << 10 and sizes["offload 256 pages of 32 KiB"] == 32 << 10
+
+
+def test_what_goes_to_another_gpu_is_counted_once_and_set_against_a_copy_to_it() -> None:
+    found = [repack_case("peer", each) for each in PEER]
+    assert [case.amount for case in found] == [256 * (2 << 20), 256 * (64 << 10), 256 * (1 << 20)]
+    for case in found:
+        assert limit_of({"suite": case.suite, "case": case.name, "gb_s": 1.0}) == TO_PEER
 
 
 def test_kinds_units_and_clocks() -> None:
