@@ -47,7 +47,7 @@ class TransferQueue:
     Bytes go straight from buffer to buffer, so that no staging memory is needed, nor bounded. Pages that are adjacent
     on both sides move as one run. Two implementations:
 
-    - ``"copy"``: the GPU's copy engines, which leave all multiprocessors to the model. About 1 µs of host time a run.
+    - ``"copy"``: the GPU's copy engines, which leave all multiprocessors to the model. 0.5 to 1 µs of host time a run.
     - ``"kernel"``: a kernel of 32 programs that reads and writes the host's memory itself, for a GPU and pinned memory.
       One launch, whatever the number of pages, whose ids it reads from a ring of pinned memory: 1 MiB, or what the
       largest transfer needs. A transfer that finds it full waits on the host for earlier ones.
@@ -66,9 +66,9 @@ class TransferQueue:
     8 KiB    42.2 / 42.2  73               44.0 / 41.7  57
     =======  ===========  ===============  ===========  ===============
 
-    That is the device's time, of calls made while it had other work to do. The threshold is the host's: it issues runs
-    of 32 KiB at half the rate at which they move, of 64 KiB at about that rate, and has time for other things from 128
-    KiB on. With more than some 15,000 copies pending, which is 1 GiB of runs of 64 KiB, the driver makes it wait.
+    That is the device's time, of calls made while it had other work to do. The threshold is the host's: it issues a run
+    in the time in which 25 to 55 KB move, so that from 128 KiB on less than half of its time is taken. With some 15,000
+    copies pending, which is 1 GiB in runs of 64 KiB, the driver makes it wait.
 
     Args:
         source, target: on the CPU, or on CUDA; where one is on CUDA, the other's memory has to be pinned.
@@ -181,10 +181,19 @@ class TransferQueue:
             raise
 
     def poll(self, needed: Callable[[], bool] = lambda: False) -> None:
-        """Notice what has arrived, and issue what may be in flight; and, while ``needed()``, what may not."""
+        """Notice what has arrived, and issue what may be in flight; and, while ``needed()``, what may not.
+
+        What arrives meanwhile makes no room, or the host could be held by one call as long as the device by the work.
+        """
         self._notice()
         while self._push(needed):
-            self._notice()
+            if self.stream is None:
+                self._notice()
+
+    def wait_for_step(self) -> None:
+        """Wait on the host for the earliest step on its way."""
+        if self._moving and (mark := self._moving[0][2]) is not None:
+            mark.synchronize()
 
     def issue(self, transfer: Transfer) -> None:
         """Issue what is queued up to the end of a transfer, whatever is in flight."""

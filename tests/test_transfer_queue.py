@@ -90,6 +90,14 @@ def test_what_is_beyond_the_bound_is_issued_by_later_calls_that_wait_for_nothing
     assert host._out.in_flight == 0
 
 
+def test_waiting_on_the_host_keeps_to_the_bound_and_tells_of_every_step(log) -> None:
+    _, host = delayed(log, max_in_flight=2 * PAGE)
+    seen = []
+    saved = host.offload(range(5), progress=lambda t: seen.append((t.bytes_arrived, host._out.in_flight)))
+    saved.synchronize()
+    assert seen == [(PAGE * n, PAGE * min(1, 5 - n)) for n in range(1, 6)]
+
+
 def test_a_page_larger_than_the_bound_goes_alone(log) -> None:
     _, host = delayed(log, max_in_flight=1)
     saved = host.offload([0, 1])
