@@ -155,8 +155,8 @@ class HostPool:
             self._settle()
             waiting = sum(allocator.refcount(page) == times for page, times in self._held().items())
             if count <= allocator.num_free + waiting:
-                while count > allocator.num_free:
-                    next(transfer for transfer in self._active if transfer.held).synchronize()
+                while count > allocator.num_free and (user := next((t for t in self._active if t.held), None)):
+                    user.synchronize()
                     self._settle()
         free = sorted(allocator.alloc(count))
         pages = [0] * count

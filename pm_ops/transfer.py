@@ -92,12 +92,10 @@ class Transfer:
     def synchronize(self) -> None:
         """Wait on the host until nothing of it moves any more: all has arrived, or what was issued before a cancel.
 
-        The CPU may look at the pages after that.
+        The CPU may look at the pages after that. ``max_in_flight`` holds, and ``progress`` is told, all the while.
         """
-        self.queue.poll(lambda: bool(self.steps))
-        if self.last is not None:
-            self.last.synchronize()
-        self.queue.poll()
+        while not self.done():
+            self.queue.wait_for_step()
 
     def done(self) -> bool:
         """Whether nothing of it moves any more, as after :meth:`synchronize`. Waits for nothing; issues what may be."""

@@ -93,7 +93,7 @@ def plan_transfer(
 ) -> TransferPlan:
     """Cut a transfer into steps. Whole pages that are adjacent on both sides are copied as one run.
 
-    Lists of Python, and a few operations of torch on all of them: for some hundred pages these cost most.
+    In lists of Python: for some hundred pages they take less time than a dozen calls of torch.
 
     Args:
         source_pages, target_pages: at least one.
@@ -139,5 +139,5 @@ def _ends(count: int, page_bytes: int, first: int) -> list[int]:
 
 
 def _int64(numbers: list[int]) -> Tensor:
-    """As ``torch.tensor``, in a fifth of its time."""
+    """As ``torch.tensor``, which takes each number by itself, several times as long."""
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)

@@ -12,7 +12,7 @@ import pm_ops
 from pm_ops import HostPool, PagePool, transfer_plan, transfer_queue
 from pm_ops.copy_engine import copy_runs
 from pm_ops.index_ring import IndexRing
-from pm_ops.testing import fill_random, writes_only
+from pm_ops.testing import fill_random, page_bytes, writes_only
 from pm_ops.transfer_plan import plan_transfer
 from pm_ops.transfer_queue import TransferQueue
 
@@ -88,6 +88,14 @@ def test_what_is_beyond_the_bound_is_issued_by_later_calls_that_wait_for_nothing
     other.synchronize()
     assert torch.equal(host.pool.gather(saved.pages + other.pages), pool.gather([0, 1, 2, 3, 4, 7]))
     assert host._out.in_flight == 0
+
+
+def test_waiting_on_the_host_keeps_to_the_bound_and_tells_of_every_step(log) -> None:
+    _, host = delayed(log, max_in_flight=2 * PAGE)
+    seen = []
+    saved = host.offload(range(5), progress=lambda t: seen.append((t.bytes_arrived, host._out.in_flight)))
+    saved.synchronize()
+    assert seen == [(PAGE * n, PAGE * min(1, 5 - n)) for n in range(1, 6)]
 
 
 def test_a_page_larger_than_the_bound_goes_alone(log) -> None:
@@ -181,6 +189,19 @@ def test_a_cancelled_offload_says_what_arrived_and_its_other_pages_are_not_resto
     again = host.offload(range(8))  # all of them can be used again
     again.synchronize()
     host.restore(again.pages, list(range(8))).synchronize()
+
+
+def test_pages_of_a_cancelled_offload_that_were_freed_in_flight_are_as_good_as_others(log) -> None:
+    pool, host = delayed(log, max_in_flight=PAGE)
+    saved = host.offload([0, 1, 2])
+    saved.cancel()
+    host.free(saved.pages)
+    saved.synchronize()
+    host.free([])
+    pages = host.pool.allocator.alloc(8)
+    host.pool.scatter(pages, pool.gather(range(8)))  # by the CPU
+    host.restore(pages, range(7, -1, -1)).synchronize()
+    assert torch.equal(pool.gather(range(8)), host.pool.gather(pages[::-1]))
 
 
 def test_a_cancelled_restore_leaves_the_other_pages_as_they_were(log) -> None:
@@ -292,22 +313,27 @@ def test_a_callback_that_raises_in_the_call_leaves_nothing_behind(monkeypatch) -
         raise KeyError("mine")
 
     for _ in range(3):
-        with pytest.raises(KeyError, match="mine"):
+        with writes_only(host.pool.buffer, page_bytes(host.pool, [0])), pytest.raises(KeyError, match="mine"):
             host.offload([0, 1, 2], progress=progress)
     assert host.pool.allocator.num_free == 4
     assert host.offload([0, 1, 2, 3]).done()
 
 
 def test_a_copy_that_fails_does_not_stand_in_the_way(log, monkeypatch) -> None:
-    pool, host = delayed(log)
+    pool, host = delayed(log, max_in_flight=PAGE)
     with monkeypatch.context() as broken:
         broken.setattr(transfer_queue, "copy_runs", lambda *a: (_ for _ in ()).throw(RuntimeError("device")))
         with pytest.raises(RuntimeError, match="device"):
             host.offload([0, 1])
     assert host.pool.allocator.num_free == 8
-    saved = host.offload([0, 1])
-    saved.synchronize()
-    assert torch.equal(host.pool.gather(saved.pages), pool.gather([0, 1]))
+    saved, later = host.offload([0, 1]), host.offload([2])
+    with monkeypatch.context() as broken:
+        broken.setattr(transfer_queue, "copy_runs", lambda *a: (_ for _ in ()).throw(RuntimeError("device")))
+        with pytest.raises(RuntimeError, match="device"):
+            saved.wait()
+    assert saved.cancelled and not later.cancelled
+    later.synchronize()
+    assert torch.equal(host.pool.gather(later.pages), pool.gather([2]))
 
 
 def test_pools_of_other_layouts_are_refused() -> None:
