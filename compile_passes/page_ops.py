@@ -36,6 +36,7 @@ class PageOps:
         buffer, page_table: the new graph's inputs.
         node: the node of the captured graph that is being rewritten.
         entries: what became of the accesses so far.
+        stores: for each ``store_kv`` recorded, its entries' places among them.
         writes: how often each plane has been written so far.
     """
 
@@ -45,6 +46,7 @@ class PageOps:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self.stores: list[range] = []
         self.writes: dict[CachePlane, int] = {}
         self._pending: PlaneWrite | None = None
         self._memo: dict[Any, tuple[Any, Any]] = {}
@@ -116,6 +118,7 @@ class PageOps:
             **scale_arguments(1.0 if key is None else key.scale, 1.0 if value is None else value.scale),
         )
         became = "store_kv" if len(writes) == 1 else "store_kv of key and value"
+        self.stores.append(range(len(self.entries), len(self.entries) + len(writes)))
         for w in writes:
             self.entries.append(Entry(w.plane.layer, (w.plane.kind,), "write", w.form, w.line, became))
 
