@@ -23,7 +23,6 @@ from .internals import (
     storage_key,
     wants_gradient,
 )
-from .page_ops import PageOps
 from .report import Entry, RewriteError
 from .rewriter import Rewriter
 from .rope_store import fuse_rope_stores
@@ -110,7 +109,7 @@ class PageMajorBackend:
                 caches = {i: cache_fake(inputs[i], bases[s]) for i, s in bound.items()}
             captured = capture(gm, inputs, caches, fakes)
             storages = {storage_key(base): s for s, base in bases.items()}
-            rewriter = Rewriter(captured.graph, self.binding, storages, self.materialize)
+            rewriter = Rewriter(captured.graph, self.binding, storages, self.materialize, self.fuse_rope)
             kept = [i for i in range(len(inputs)) if i not in bound]
             added = [static_fake(t, fakes) for t in self._added()]
 
@@ -123,14 +122,14 @@ class PageMajorBackend:
                 with plain_mode():
                     new = record(run, [*(captured.inputs[i] for i in kept), *added], fakes)
                 if self.fuse_rope:
-                    self._fuse(new, fakes, rewriter.pages)
+                    self._fuse(new, fakes, rewriter)
             except RewriteError as error:
                 report.refused.append(str(error))
                 raise
         return finish(new, gm, kept, ["pm_buffer", "pm_page_table"][: len(added)]), rewriter.pages.entries
 
-    def _fuse(self, new: GraphModule, fakes: Any, pages: PageOps) -> None:
-        unfused = fuse_rope_stores(new, fakes, pages)
+    def _fuse(self, new: GraphModule, fakes: Any, rewriter: Rewriter) -> None:
+        unfused = fuse_rope_stores(new, fakes, rewriter.pages, rewriter.rotaries)
         self.binding.report().leave(unfused)
         if unfused and self.strict:
             raise RewriteError(

@@ -59,13 +59,18 @@ class Emitter:
         dtype = root.meta["val"].dtype
         return n if n.meta["val"].dtype == dtype else self.call(aten._to_copy.default, n, dtype=dtype)
 
-    def table(self, key: Rotation) -> Node:
-        """Cosines and sines of this step's tokens, ``[T, rotary_dim]``; one for all rotations by the same angles."""
+    def table(self, key: Rotation) -> tuple[Node | None, Node]:
+        """Positions and cos_sin, or without positions a row of this step's cosines and sines for every token.
+
+        That is made once for all rotations by the same angles.
+        """
+        if key.table is not None:
+            return key.table
         known = (key.cos, key.sin, key.frame.tokens)
         if known not in self._tables:
-            halves = [self._angles(term, key) for term in (key.cos, key.sin)]
+            halves = [self._angles(term, key) for term in (key.cos, key.sin) if term is not None]
             self._tables[known] = self.call(aten.cat.default, halves, -1)
-        return self._tables[known]
+        return None, self._tables[known]
 
     def _angles(self, term: Term, key: Rotation) -> Node:
         """What a term has for every token and pair, ``[T, rotary_dim / 2]``."""

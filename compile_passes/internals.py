@@ -242,6 +242,14 @@ def is_pointwise(target: Any) -> bool:
     return aten and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
+def is_repeatable(target: Any) -> bool:
+    """Do two calls of an operator on the same values give the same?"""
+    if not is_operator(target):
+        return target is operator.getitem
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return target.namespace == "aten" and not random and not target._schema.is_mutable
+
+
 def symbolic(x: Any) -> Any:
     """A size as an integer, or where Dynamo has no one value for it as a sympy expression, which guards nothing."""
     return x.node.expr if isinstance(x, torch.SymInt) else x

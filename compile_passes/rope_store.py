@@ -13,6 +13,7 @@ the model has to come by cosines. A rotation that the pass does not find stays a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from .emit import Emitter
 from .internals import simplified, symbolic
 from .page_ops import PageOps
 from .report import Entry, form_of, user_line
+from .rotary_ops import ROTATE, Call, put_back
 from .rotation import Rotation, exact, rotations
 from .rows import frames, moved, rows_of
 from .terms import Terms
@@ -34,7 +36,14 @@ aten = torch.ops.aten
 STORE, ROPE_STORE = torch.ops.pm_ops.store_kv.default, torch.ops.pm_ops.rope_store_kv.default
 ROTATED = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-ROOTS = (aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default, aten._to_copy.default)
+ROOTS = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.cat.default,
+    aten.stack.default,
+    aten._to_copy.default,
+    operator.getitem,
+)
 
 
 class Unfused(Exception):
@@ -53,12 +62,14 @@ class Plan:
     later: tuple[Node, ...] = ()
 
 
-def fuse_rope_stores(gm: GraphModule, fakes: FakeTensorMode, pages: PageOps) -> list[str]:
+def fuse_rope_stores(gm: GraphModule, fakes: FakeTensorMode, pages: PageOps, rotaries: list[Call]) -> list[str]:
     """Fuse what can be in a graph that :class:`PageOps` has recorded, and say so in its entries.
+
+    ``rotaries`` are the engine's operators of which the recording made a functional rotation.
 
     Returns one line for each store that was left as it is: layer, reason and the user's line.
     """
-    stores = gm.graph.find_nodes(op="call_function", target=STORE)
+    stores, calls = _calls(gm.graph, STORE), dict(zip(_calls(gm.graph, ROTATE), rotaries, strict=True))
     planner, unfused, plans = Planner(gm.graph), [], []
     for store, at in zip(stores, pages.stores, strict=True):
         entry = pages.entries[at[0]]
@@ -77,7 +88,13 @@ def fuse_rope_stores(gm: GraphModule, fakes: FakeTensorMode, pages: PageOps) -> 
     for plan in plans:
         _fuse(emitter, plan)
     emitter.erase_dead()
+    put_back(emitter, [(n, calls[n]) for n in _calls(gm.graph, ROTATE)])
+    emitter.erase_dead()
     return unfused
+
+
+def _calls(graph: Graph, op: Any) -> list[Node]:
+    return graph.find_nodes(op="call_function", target=op)
 
 
 def _is_fill(store: Node) -> bool:
@@ -91,13 +108,13 @@ class Planner:
 
     def __init__(self, graph: Graph) -> None:
         self._terms = Terms(graph)
-        self._roots = [n for n in graph.nodes if n.target in ROOTS and n.meta["val"].dtype in ROTATED]
+        self._roots = [n for n in graph.nodes if n.target in ROOTS and _dtype(n) in ROTATED]
         self._taken: set[Node] = set()
 
     def plan(self, store: Node) -> Plan:
         """How to fuse a store; raises :class:`Unfused` where it cannot be."""
-        names = [a.name for a in STORE._schema.arguments]
-        given: dict[str, Any] = {**dict(zip(names, store.args, strict=False)), **store.kwargs}
+        given: dict[str, Any] = {a.name: a.default_value for a in STORE._schema.arguments}
+        given |= dict(zip(given, store.args, strict=False)) | store.kwargs
         if given["key"] is None or given["value"] is None:
             raise Unfused("K and V are stored apart: not in a row, or not to the same slots")
         reason = "its key is no rotary embedding that this pass knows, or is changed between rotation and store"
@@ -106,16 +123,17 @@ class Planner:
                 for key in rotations(self._terms, root, frame):
                     query = next(self._queries(store, key), None)
                     if query is not None:
+                        plan = self._complete(Plan(store, given, query, key), scale)
                         self._taken |= {query.root, key.root}
-                        return self._complete(Plan(store, given, query, key), scale)
+                        return plan
                     reason = "no query before the store is rotated by the same angles and in the same way as its key"
         raise Unfused(reason)
 
     def _queries(self, store: Node, key: Rotation) -> Iterator[Rotation]:
         """Rotations like the key's in front of the store, the nearest first."""
-        order, shape = self._terms.order, _sizes(key.root)
+        order, shape, alive = self._terms.order, _sizes(key.root), _Alive(store)
         for n in reversed(self._roots):
-            if order[n] < order[store] and n is not key.root and n not in self._taken:
+            if order[n] < order[store] and n is not key.root and n not in self._taken and n in alive:
                 sizes = _sizes(n)
                 heads = [d for d, (a, b) in enumerate(zip(sizes, shape, strict=False)) if a != b]
                 if len(sizes) == len(shape) and set(heads) <= {key.frame.head}:
@@ -160,6 +178,10 @@ class _Alive:
         if n not in self._known:
             self._known[n] = n.op == "output" or n.is_impure() or any(u in self for u in n.users)
         return self._known[n]
+
+
+def _dtype(n: Node) -> torch.dtype | None:
+    return getattr(n.meta.get("val"), "dtype", None)
 
 
 def _sizes(n: Node) -> list[Any]:
@@ -210,8 +232,8 @@ def _fuse(emit: Emitter, plan: Plan) -> None:
     store, given, query, key = plan.store, plan.given, plan.query, plan.key
     with emit.before(store):
         rows: dict[str, Any] = {"query": emit.rows(query.x, query), "key": emit.rows(key.x, key)}
-        rows |= {"positions": None, "cos_sin": emit.table(key), "interleaved": key.interleaved}
-        rows["return_key"] = plan.return_key
+        rows["positions"], rows["cos_sin"] = emit.table(key)
+        rows |= {"interleaved": key.interleaved, "return_key": plan.return_key}
         if query.norm is not None and key.norm is not None:
             rows |= {"q_weight": query.norm.weight, "k_weight": key.norm.weight}
             rows |= {"eps": key.norm.eps, "weight_offset": key.norm.offset}

@@ -16,6 +16,7 @@ through: ``rope_store_kv`` rounds once, at the end, where a graph in bf16 may ro
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,6 +25,7 @@ import torch
 from torch.fx import Node
 
 from .internals import simplified, symbolic
+from .rotary_ops import ROTATE
 from .terms import Affine, Axis, Index, Term, Terms, mean_axis, place
 
 
@@ -90,24 +92,26 @@ class Rotation:
     Args:
         root: the node.
         x: what is rotated; with a norm, what it is taken of.
-        cos, sin: of pair :data:`PAIR`; they depend on tokens and pairs.
+        cos, sin: of a pair; they depend on tokens and pairs. None where an engine's operator rotates by ``table``.
+        table: positions and cos_sin, as ``rope_store_kv`` has them.
         rotary_dim, interleaved, norm: as ``rope_store_kv`` has them.
     """
 
     root: Node
     frame: Frame
     x: Heads
-    cos: Term
-    sin: Term
+    cos: Term | None
+    sin: Term | None
     rotary_dim: int
     interleaved: bool
     norm: Norm | None = None
+    table: tuple[Node, Node] | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Equal for a query's and a key's rotation that one ``rope_store_kv`` can do."""
         norm = self.norm and (self.norm.eps, self.norm.offset)
-        return (self.cos, self.sin, self.rotary_dim, self.interleaved, self.frame, norm)
+        return (self.cos, self.sin, self.table, self.rotary_dim, self.interleaved, self.frame, norm)
 
     @property
     def row_axis(self) -> Axis:
@@ -146,6 +150,9 @@ def pair_axis(rotary_dim: int) -> Axis:
 
 def rotations(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
     """What a node may be a rotation of: with its norm, where there is one, then without; more with a single head."""
+    if root.target is operator.getitem:
+        yield from _by_operator(terms, root, frame)
+        return
     for rotary, interleaved in product(_rotary_dims(terms, root, frame.dim), (False, True)):
         step = 2 if interleaved else 1
         pair, rest = pair_axis(rotary), Axis("rest", frame.dim - rotary)
@@ -169,6 +176,19 @@ def rotations(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
                 plain = Rotation(root, frame, x, cos, sin, rotary, interleaved)
                 normed = _with_norm(terms, plain, lanes, outer)
                 yield from (r for r in (normed, plain) if r is not None and _fits(terms, r))
+
+
+def _by_operator(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
+    """One of the results of ``rotate(query, key, positions, cos_sin, interleaved)``."""
+    call, result = root.args
+    if not isinstance(call, Node) or call.target is not ROTATE:
+        return
+    *rows, positions, cos_sin, interleaved = call.args
+    index = frame.index(root, Affine.of(Axis("lane", frame.dim)))
+    used = (rows[result], positions, cos_sin)  # type: ignore[index]
+    if index is not None and not any(terms.is_written(n) for n in used):  # type: ignore[arg-type]
+        x, table = Heads(used[0], index), (positions, cos_sin)  # type: ignore[arg-type]
+        yield Rotation(root, frame, x, None, None, cos_sin.meta["val"].shape[1], bool(interleaved), table=table)  # type: ignore[union-attr,arg-type]
 
 
 def _rotary_dims(terms: Terms, root: Node, dim: int) -> Iterator[int]:
@@ -251,14 +271,17 @@ def _heads(terms: Terms, t: Term, lane: Affine, dim: int, outer: frozenset[Axis]
         index = place(t.where, x)
         if index is None or index[-1] != lane:
             continue
-        single = [i for i in index[:-1] if i != Affine()]
-        if len(single) == len(outer) and {Affine.of(a) for a in outer} == set(single):
+        held = [along for along in index[:-1] if along != Affine()]
+        axes = [axis for along in held for axis in along.axes]
+        sizes = [simplified(symbolic(n)) for n in x.shape[:-1] if n != 1]
+        if held == list(map(Affine.of, axes)) and len(axes) == len(outer) and sizes == [a.size for a in axes]:
             return Heads(n, index)
     return None
 
 
 def _fits(terms: Terms, r: Rotation) -> bool:
     """Is everything there before the root, in a dtype that keeps its values, and the table one of rows of tokens?"""
+    assert r.cos is not None and r.sin is not None
     used = [r.x.node, r.cos.node, r.sin.node, *([] if r.norm is None else [r.norm.weight])]
     early = all(terms.order[n] < terms.order[r.root] and not terms.is_written(n) for n in used)
     widens = exact(r.x.node.meta["val"].dtype, r.root.meta["val"].dtype) and r.cos.dtype == r.sin.dtype

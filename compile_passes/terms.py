@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from .internals import (
     is_mutable,
     is_pointwise,
+    is_repeatable,
     never_negative,
     operator_name,
     quotient,
@@ -146,6 +147,8 @@ class Terms:
         self.views: dict[int, list[Node]] = {}
         self._known: dict[tuple[Node, Affine, bool], Term] = {}
         self._terms: dict[Any, Term] = {}
+        self._firsts: dict[Node, Node] = {}
+        self._calls: dict[Any, Node] = {}
         for n in graph.nodes:
             x = n.meta.get("val")
             if isinstance(x, Tensor):
@@ -187,7 +190,35 @@ class Terms:
         if after and (len(writers) > 1 or not _writes_whole(made, x)):
             index = None
         found = None if index is None else self._made(made, index, owner, where)
-        return found or self._term("leaf", (owner, where, after), owner, where, x.dtype, where.axes)
+        if found is None:
+            first = self._first(owner)
+            found = self._term("leaf", (first, where, after), first, where, x.dtype, where.axes)
+        return found
+
+    def _first(self, n: Node) -> Node:
+        """The first node that calls the same operator on the same arguments: layers compute their angles one by one."""
+        if n not in self._firsts:
+            key: Any = n
+            if n.op == "call_function" and is_repeatable(n.target):
+                key = (n.target, self._named(n.args), self._named(n.kwargs))
+            self._firsts[n] = self._calls.setdefault(key, n)
+        return self._firsts[n]
+
+    def _named(self, a: Any) -> Any:
+        """An argument, equal where its values are; what is written in place is equal to nothing."""
+        if isinstance(a, list | tuple):
+            return tuple(map(self._named, a))
+        if isinstance(a, dict):
+            return tuple((key, self._named(a[key])) for key in sorted(a))
+        if isinstance(a, Node):
+            x = a.meta.get("val")
+            if not isinstance(x, Tensor):
+                return self._first(a)
+            if self.is_written(a):
+                return object()
+            sizes = [simplified(symbolic(n)) for n in (*x.shape, *x.stride(), x.storage_offset())]
+            return (self._first(self.owner(a)), x.dtype, *sizes)
+        return (type(a), a)
 
     def _made(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
         """The term that a node makes of the elements it reads; None for a leaf."""

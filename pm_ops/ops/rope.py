@@ -114,6 +114,10 @@ class RopeStoreKV:
         self.store_of(k).check()
         require_device("query", q, device)
         tokens, _, dim = q.shape
+        require(
+            k.shape[2] == dim,
+            lambda: f"query has a head_dim of {dim}, key of {k.shape[2]}; one rotation needs one head_dim",
+        )
         self._check_table(dim, device)
         alike = {"key": k.shape[0], "value": self.value.shape[0]}
         if self.positions is not None:
@@ -123,10 +127,6 @@ class RopeStoreKV:
             alike["cos_sin, without positions,"] = self.cos_sin.shape[0]
         for count in alike.values():
             require(count == tokens, lambda: f"query has {tokens} rows, the others {alike}; all need equally many")
-        require(
-            k.shape[2] == dim,
-            lambda: f"query has a head_dim of {dim}, key of {k.shape[2]}; one rotation needs one head_dim",
-        )
         if (self.q_weight is None) != (self.k_weight is None):
             raise ValueError("q_weight and k_weight come together or not at all")
         self._check_weight("q_weight", self.q_weight, dim, device)
