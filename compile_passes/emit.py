@@ -35,7 +35,8 @@ class Emitter:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A node that calls an operator."""
-        n = self._graph.create_node("call_function", target, args, kwargs, name=operator_name(target))
+        name = "getitem" if target is operator.getitem else operator_name(target)
+        n = self._graph.create_node("call_function", target, args, kwargs, name=name)
         values, named = torch.fx.map_arg((args, kwargs), lambda a: a.meta["val"])
         with self._fakes:
             n.meta["val"] = target(*values, **named)

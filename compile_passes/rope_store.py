@@ -110,6 +110,7 @@ class Planner:
         self._terms = Terms(graph)
         self._roots = [n for n in graph.nodes if n.target in ROOTS and _dtype(n) in ROTATED]
         self._taken: set[Node] = set()
+        self._needed = {n for n in graph.nodes if n.op == "output" or n.is_impure()}
 
     def plan(self, store: Node) -> Plan:
         """How to fuse a store; raises :class:`Unfused` where it cannot be."""
@@ -121,17 +122,26 @@ class Planner:
         for root, scale, through in _key_roots(self._terms, given["key"], given["key_dtype"]):
             for frame in frames(root, given["key"], through):
                 for key in rotations(self._terms, root, frame):
-                    query = next(self._queries(store, key), None)
+                    alive = self._alive(store)
+                    query = next(self._queries(store, key, alive), None)
                     if query is not None:
-                        plan = self._complete(Plan(store, given, query, key), scale)
+                        plan = self._complete(Plan(store, given, query, key), scale, alive)
                         self._taken |= {query.root, key.root}
                         return plan
                     reason = "no query before the store is rotated by the same angles and in the same way as its key"
         raise Unfused(reason)
 
-    def _queries(self, store: Node, key: Rotation) -> Iterator[Rotation]:
+    def _alive(self, store: Node) -> set[Node]:
+        """The nodes that the graph needs without a store."""
+        alive = self._needed - {store}
+        for n in reversed(self._terms.order):
+            if n not in alive and not alive.isdisjoint(n.users):
+                alive.add(n)
+        return alive - {store}
+
+    def _queries(self, store: Node, key: Rotation, alive: set[Node]) -> Iterator[Rotation]:
         """Rotations like the key's in front of the store, the nearest first."""
-        order, shape, alive = self._terms.order, _sizes(key.root), _Alive(store)
+        order, shape = self._terms.order, _sizes(key.root)
         for n in reversed(self._roots):
             if order[n] < order[store] and n is not key.root and n not in self._taken and n in alive:
                 sizes = _sizes(n)
@@ -139,7 +149,7 @@ class Planner:
                 if len(sizes) == len(shape) and set(heads) <= {key.frame.head}:
                     yield from (q for q in rotations(self._terms, n, key.frame) if q.kind == key.kind)
 
-    def _complete(self, plan: Plan, scale: Any) -> Plan:
+    def _complete(self, plan: Plan, scale: Any, alive: set[Node]) -> Plan:
         """The plan with all that it takes to keep what the graph computes, or :class:`Unfused`."""
         given, roots = dict(plan.given), (plan.query.root, plan.key.root)
         if any(self._terms.is_written(n) for root in roots for n in moved(root)):
@@ -148,10 +158,9 @@ class Planner:
             if given["key_scale"] != 1.0 or given["key_scale_tensor"] is not None:
                 raise Unfused("its key is quantised twice, in the graph and by the store")
             given["key_scale_tensor" if isinstance(scale, Node) else "key_scale"] = scale
-        alive, later = _Alive(plan.store), []
+        later, order = [], self._terms.order
         depend: set[Node] = set(roots)
-        order = self._terms.order
-        for n in sorted(order, key=order.__getitem__)[min(order[r] for r in roots) : order[plan.store]]:
+        for n in list(order)[min(order[r] for r in roots) : order[plan.store]]:
             if n not in depend and not depend.isdisjoint(n.all_input_nodes):
                 depend.add(n)
                 if n in alive:
@@ -165,19 +174,6 @@ class Planner:
 
     def _is_written(self, n: Any) -> bool:
         return isinstance(n, Node) and isinstance(n.meta.get("val"), Tensor) and self._terms.is_written(n)
-
-
-class _Alive:
-    """The nodes that a graph needs without one of its nodes."""
-
-    def __init__(self, without: Node) -> None:
-        self._known: dict[Node, bool] = {without: False}
-
-    def __contains__(self, n: object) -> bool:
-        assert isinstance(n, Node)
-        if n not in self._known:
-            self._known[n] = n.op == "output" or n.is_impure() or any(u in self for u in n.users)
-        return self._known[n]
 
 
 def _dtype(n: Node) -> torch.dtype | None:

@@ -33,6 +33,7 @@ from .internals import (
 )
 
 aten = torch.ops.aten
+DEPTH = 64  # of terms: those of a rotation have a third of that, those of a residual stream as many as the model
 Number = Any  # an int, or a sympy expression where a size is symbolic
 
 
@@ -149,6 +150,7 @@ class Terms:
         self._terms: dict[Any, Term] = {}
         self._firsts: dict[Node, Node] = {}
         self._calls: dict[Any, Node] = {}
+        self._depth = 0
         for n in graph.nodes:
             x = n.meta.get("val")
             if isinstance(x, Tensor):
@@ -186,10 +188,12 @@ class Terms:
     def _stored(self, owner: Node, where: Affine, writers: Sequence[Node], after: bool) -> Term:
         x = owner.meta["val"]
         made = writers[0] if after else owner
-        index = place(where, x) if made.op == "call_function" else None
+        index = place(where, x) if made.op == "call_function" and self._depth < DEPTH else None
         if after and (len(writers) > 1 or not _writes_whole(made, x)):
             index = None
+        self._depth += 1
         found = None if index is None else self._made(made, index, owner, where)
+        self._depth -= 1
         if found is None:
             first = self._first(owner)
             found = self._term("leaf", (first, where, after), first, where, x.dtype, where.axes)
