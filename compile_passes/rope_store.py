@@ -220,7 +220,8 @@ def _is_scale(x: Any) -> bool:
     if isinstance(x, Node):
         value = x.meta.get("val")
         return isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() <= 1 and value.numel() == 1
-    return isinstance(x, float | int) and x > 0
+    limits = torch.finfo(torch.float32)
+    return isinstance(x, float | int) and limits.tiny <= x <= limits.max
 
 
 def _fuse(emit: Emitter, plan: Plan) -> None:

@@ -9,8 +9,9 @@ terms tell: those of a pair's first and of its second element, for all tokens, h
     second = b * cos + a * sin        add(mul(b, cos), mul(a, sin)), ...
 
 where a and b are the pair's elements of one tensor, and cos and sin are the same for every head. So a table that holds
-every angle twice, ``cat(freqs, freqs)``, counts if its halves are the same by the graph. Casts in between are looked
-through: ``rope_store_kv`` rounds once, at the end, where a graph in bf16 may round after every operation.
+every angle twice, ``cat(freqs, freqs)``, counts if its halves are the same by the graph. ``rope_store_kv`` rounds once,
+at the end, where a graph in bf16 may round after every operation: that is looked through, and so are casts in between,
+but no rounding to a coarser type than the result's.
 """
 
 from __future__ import annotations
@@ -163,8 +164,9 @@ def rotations(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
         found = [frame.index(root, lane) for lane in lanes]
         if None in found:
             continue
+        dtype = root.meta["val"].dtype
         values = [terms.at(root, index) for index in found if index is not None]
-        for a, b, cos, sin in _solutions(values[0], values[1]):
+        for a, b, cos, sin in _solutions(values[0], values[1], dtype):
             outer = frame.outer(root)
             if frame.axis(root, frame.head) in cos.axes | sin.axes or not cos.axes | sin.axes <= outer | {pair}:
                 continue
@@ -172,7 +174,7 @@ def rotations(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
             if x is None:
                 continue
             same = [_widened(terms.at(x.node, x.at(lane))) for lane in lanes]
-            if same[1] is b and (not rest.size or _uncast(same[2]) is _uncast(values[2])):
+            if same[1] is b and (not rest.size or _uncast(same[2], dtype) is _uncast(values[2], dtype)):
                 plain = Rotation(root, frame, x, cos, sin, rotary, interleaved)
                 normed = _with_norm(terms, plain, lanes, outer)
                 yield from (r for r in (normed, plain) if r is not None and _fits(terms, r))
@@ -205,9 +207,9 @@ def _rotary_dims(terms: Terms, root: Node, dim: int) -> Iterator[int]:
             yield size
 
 
-def _solutions(first: Term, second: Term) -> Iterator[tuple[Term, Term, Term, Term]]:
+def _solutions(first: Term, second: Term, dtype: torch.dtype) -> Iterator[tuple[Term, Term, Term, Term]]:
     """Every ``a, b, cos, sin`` with ``first = a * cos - b * sin`` and ``second = b * cos + a * sin``."""
-    differ, agree = _products(first), _products(second)
+    differ, agree = _products(first, dtype), _products(second, dtype)
     if sorted(sign for sign, _ in differ) != [-1, 1] or [sign for sign, _ in agree] != [1, 1]:
         return
     plus = next(factors for sign, factors in differ if sign > 0)
@@ -219,14 +221,14 @@ def _solutions(first: Term, second: Term) -> Iterator[tuple[Term, Term, Term, Te
             yield a, b, cos, sin
 
 
-def _products(t: Term) -> list[tuple[int, tuple[Term, Term]]]:
+def _products(t: Term, dtype: torch.dtype) -> list[tuple[int, tuple[Term, Term]]]:
     """A sum or difference of two products, as their signs and factors; empty for anything else."""
-    t, found = _uncast(t), []
-    if t.op not in ("add", "sub"):
+    t, found = _uncast(t, dtype), []
+    if t.op not in ("add", "sub") or not _as_fine(t.dtype, dtype):
         return []
     for sign, part in zip((1, -1 if t.op == "sub" else 1), t.args, strict=False):
         sign, part = _unsigned(part, sign)
-        if not isinstance(part, Term) or part.op != "mul":
+        if not isinstance(part, Term) or part.op != "mul" or not _as_fine(part.dtype, dtype):
             return []
         sign, a = _unsigned(part.args[0], sign)
         sign, b = _unsigned(part.args[1], sign)
@@ -256,8 +258,16 @@ def exact(before: torch.dtype, after: torch.dtype) -> bool:
     return before == after or (floating and before.itemsize < after.itemsize >= 4)
 
 
-def _uncast(t: Term) -> Term:
-    while t.op == "cast" and t.dtype.is_floating_point and t.args[0].dtype.is_floating_point:
+def _as_fine(dtype: torch.dtype, result: torch.dtype) -> bool:
+    """May what becomes a result of one type be rounded to another on the way, without a loss but for that rounding?"""
+    return dtype in (result, torch.float32)
+
+
+def _uncast(t: Term, result: torch.dtype) -> Term:
+    """What was cast, to a wider type or one as fine as the result's."""
+    while t.op == "cast" and (_as_fine(t.dtype, result) or exact(t.args[0].dtype, t.dtype)):
+        if not t.args[0].dtype.is_floating_point:
+            break
         t = t.args[0]
     return t
 
@@ -293,7 +303,7 @@ def _with_norm(terms: Terms, found: Rotation, lanes: Sequence[Affine], outer: fr
     inner: Heads | None = None
     norm: Norm | None = None
     for lane in lanes:
-        parts = _normed(terms.at(found.x.node, found.x.at(lane)))
+        parts = _normed(terms.at(found.x.node, found.x.at(lane)), found.root.meta["val"].dtype)
         if parts is None:
             return None
         x, square, weight, eps, offset = parts
@@ -315,31 +325,33 @@ def _with_norm(terms: Terms, found: Rotation, lanes: Sequence[Affine], outer: fr
     )  # fmt: skip
 
 
-def _normed(t: Term) -> tuple[Term, Term, Term, float, float] | None:
+def _normed(t: Term, dtype: torch.dtype) -> tuple[Term, Term, Term, float, float] | None:
     """``mul(mul(x, rsqrt(add(mean(square), eps))), weight)`` as x, square, weight, eps and offset.
 
     Casts may be in between; the weight may be ``add(weight, offset)``, and factors stand in either order.
     """
-    for scaled, weight in _factors(t):
-        for x, factor in _factors(scaled):
-            root = _uncast(factor)
-            inner = _uncast(root.args[0]) if root.op == "rsqrt" else root
+    for scaled, weight in _factors(t, dtype):
+        for x, factor in _factors(scaled, dtype):
+            root = _uncast(factor, dtype)
+            inner = _uncast(root.args[0], dtype) if root.op == "rsqrt" else root
             if root.op != "rsqrt" or inner.op != "add" or not isinstance(inner.args[1], float | int):
                 continue
-            mean, weight, offset = _uncast(inner.args[0]), _widened(weight), 0.0
+            mean, weight, offset = _uncast(inner.args[0], dtype), _widened(weight), 0.0
+            if weight.op == "add" and not _as_fine(weight.dtype, dtype):
+                continue
             if weight.op == "add" and isinstance(weight.args[1], float | int):
                 weight, offset = _widened(weight.args[0]), float(weight.args[1])
             elif weight.op == "add" and isinstance(weight.args[0], float | int):
                 weight, offset = _widened(weight.args[1]), float(weight.args[0])
-            if mean.op == "mean" and weight.op == "leaf":
+            if mean.op == "mean" and weight.op == "leaf" and all(_as_fine(m.dtype, dtype) for m in (root, inner, mean)):
                 return _widened(x), mean.args[0], weight, float(inner.args[1]), offset
     return None
 
 
-def _factors(t: Term) -> list[tuple[Term, Term]]:
+def _factors(t: Term, dtype: torch.dtype) -> list[tuple[Term, Term]]:
     """The two factors of a product of terms, in both orders."""
-    t = _uncast(t)
-    if t.op != "mul" or not all(isinstance(a, Term) for a in t.args):
+    t = _uncast(t, dtype)
+    if t.op != "mul" or not _as_fine(t.dtype, dtype) or not all(isinstance(a, Term) for a in t.args):
         return []
     return [(t.args[0], t.args[1]), (t.args[1], t.args[0])]
 

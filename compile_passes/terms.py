@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from .internals import (
     is_mutable,
+    is_operator,
     is_pointwise,
     is_repeatable,
     never_negative,
@@ -155,11 +156,10 @@ class Terms:
             x = n.meta.get("val")
             if isinstance(x, Tensor):
                 self.views.setdefault(storage_key(x), []).append(n)
-            if n.op == "call_function" and is_mutable(n.target):
-                for arg in written(n.target, n.args, n.kwargs):
-                    for node in arg if isinstance(arg, list | tuple) else [arg]:
-                        if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor):
-                            self.writers.setdefault(storage_key(node.meta["val"]), []).append(n)
+            for node in _written(n):
+                self.writers.setdefault(storage_key(node.meta["val"]), []).append(n)
+        for n in graph.nodes:
+            self._firsts[n] = self._calls.setdefault(self._call(n), n)
 
     def owner(self, n: Node) -> Node:
         """The node that made the storage a tensor lies in."""
@@ -195,18 +195,15 @@ class Terms:
         found = None if index is None else self._made(made, index, owner, where)
         self._depth -= 1
         if found is None:
-            first = self._first(owner)
+            first = self._firsts[owner]
             found = self._term("leaf", (first, where, after), first, where, x.dtype, where.axes)
         return found
 
-    def _first(self, n: Node) -> Node:
-        """The first node that calls the same operator on the same arguments: layers compute their angles one by one."""
-        if n not in self._firsts:
-            key: Any = n
-            if n.op == "call_function" and is_repeatable(n.target):
-                key = (n.target, self._named(n.args), self._named(n.kwargs))
-            self._firsts[n] = self._calls.setdefault(key, n)
-        return self._firsts[n]
+    def _call(self, n: Node) -> Any:
+        """Equal for calls of one operator on the same values: layers may compute their angles one by one."""
+        if n.op == "call_function" and is_repeatable(n.target):
+            return (n.target, self._named(n.args), self._named(n.kwargs))
+        return n
 
     def _named(self, a: Any) -> Any:
         """An argument, equal where its values are; what is written in place is equal to nothing."""
@@ -217,11 +214,11 @@ class Terms:
         if isinstance(a, Node):
             x = a.meta.get("val")
             if not isinstance(x, Tensor):
-                return self._first(a)
+                return self._firsts[a]
             if self.is_written(a):
                 return object()
             sizes = [simplified(symbolic(n)) for n in (*x.shape, *x.stride(), x.storage_offset())]
-            return (self._first(self.owner(a)), x.dtype, *sizes)
+            return (self._firsts[self.owner(a)], x.dtype, *sizes)
         return (type(a), a)
 
     def _made(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
@@ -319,6 +316,15 @@ def mean_axis(size: Number) -> Axis:
 
 def _axes(index: Sequence[Affine]) -> frozenset[Axis]:
     return frozenset[Axis]().union(*(i.axes for i in index))
+
+
+def _written(n: Node) -> list[Node]:
+    """The tensors that a node writes to in place."""
+    if n.op != "call_function" or not is_mutable(n.target):
+        return []
+    found = written(n.target, n.args, n.kwargs) if is_operator(n.target) else n.all_input_nodes
+    nodes = [m for arg in found for m in (arg if isinstance(arg, list | tuple) else [arg])]
+    return [m for m in nodes if isinstance(m, Node) and isinstance(m.meta.get("val"), Tensor)]
 
 
 def _is_number(a: Any) -> bool:

@@ -67,6 +67,27 @@ def stored_under_a_condition(k_cache, v_cache, q, k, v, slots, positions):
     return q
 
 
+@case("is changed between rotation and store")
+def key_rounded_on_the_way(k_cache, v_cache, q, k, v, slots, positions):
+    q, k = llama(q, k, positions, INV_FREQ)
+    k_cache[slots], v_cache[slots] = k.to(torch.float8_e4m3fn).float(), v
+    return q
+
+
+@case("no rotary embedding that this pass knows")
+def products_of_a_coarser_type(k_cache, v_cache, q, k, v, slots, positions):
+    cos, sin = FORMS["vllm_neox"].tensors[0][positions][:, None].chunk(2, -1)
+
+    def rotate(x):
+        a, b = x.bfloat16().chunk(2, -1)
+        c, s = cos.bfloat16(), sin.bfloat16()
+        return torch.cat(((a * c).float() - (b * s).float(), (b * c).float() + (a * s).float()), -1)
+
+    q, k = rotate(q), rotate(k)
+    k_cache[slots], v_cache[slots] = k, v
+    return q
+
+
 @case("K and V are stored apart")
 def other_slots_for_values(k_cache, v_cache, q, k, v, slots, positions):
     q, k = llama(q, k, positions, INV_FREQ)
