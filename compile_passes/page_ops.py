@@ -52,7 +52,10 @@ class PageOps:
         self._memo: dict[Any, tuple[Any, Any]] = {}
 
     def once(self, key: Any, keep: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, once until something is written in place; ``keep`` stays alive, as keys name tensors by id."""
+        """``make()``, once until something is written in place; ``keep`` stays alive, as keys name tensors by id.
+
+        With ``keep=None`` it is made of no tensor, and once for all of the graph.
+        """
         if key not in self._memo:
             self._memo[key] = (make(), keep)
         return self._memo[key][0]
@@ -100,7 +103,7 @@ class PageOps:
     def before_mutation(self) -> None:
         """Something outside of the caches is written in place, maybe what was computed or held back so far."""
         self.flush()
-        self._memo.clear()
+        self._memo = {key: made for key, made in self._memo.items() if made[1] is None}
 
     def _emit_store(self, writes: list[PlaneWrite]) -> None:
         by_kind = {"value" if w.plane.kind == "value" else "key": w for w in writes}

@@ -204,3 +204,19 @@ def test_the_registered_backend_takes_the_option(paged: Any) -> None:
     other.compiled = torch.compile(other.model, backend="pm_ops", options=options)
     other.check(*inputs(), *FORMS["llama"].tensors)
     assert other.binding.report().fused == LAYERS
+
+
+def test_a_cast_to_fp8_that_does_not_saturate_stays_in_front_of_the_store(paged: Any) -> None:
+    """torch's cast gives NaN where the store would give the largest number."""
+
+    def body(k_cache: Tensor, v_cache: Tensor, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, *rest: Tensor) -> Tensor:
+        q, k = llama(q, k, *rest)
+        k_cache[slots], v_cache[slots] = (k * 1000).to(k_cache.dtype), v.to(v_cache.dtype)
+        return q
+
+    one, other = twins(paged, body, torch.float8_e4m3fn, strict=False)
+    with torch.no_grad():
+        for twin in (one, other):
+            twin.compiled(*inputs(), *FORMS["llama"].tensors)
+    assert torch.equal(one.pool.buffer, other.pool.buffer)
+    assert count(other, "rope_store_kv") == 0 and "without a clamp" in str(other.binding.report())
