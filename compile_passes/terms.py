@@ -9,7 +9,6 @@ other node is a leaf. Equal terms are one object, so two ways to compute the sam
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -235,8 +234,6 @@ class Terms:
             return self.at(n.args[0][at.const], rest, n) if not at.steps and isinstance(at.const, int) else None
         if n.target is aten.mean.dim and not n.kwargs:
             return self._mean(n, index, owner, where)
-        if n.target is operator.getitem and n.args[0].target is aten._fused_rms_norm.default and n.args[1] == 0:
-            return self._rms_norm(n.args[0], index, owner, where)
         if is_pointwise(n.target) and not n.kwargs:
             args = [self._read(a, index, n) for a in n.args]
             if all(isinstance(a, Term | int | float | None) or _is_number(a) for a in args):
@@ -282,17 +279,6 @@ class Terms:
         along = Affine.of(mean_axis(symbolic(source.meta["val"].shape[dim])))
         inner = (*index[:dim], along, *index[dim + 1 if keeps else dim :])
         return self._op("mean", [self.at(source, inner, n)], owner, where, without=along.axes)
-
-    def _rms_norm(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
-        """``_fused_rms_norm(x, [D], weight, eps)[0]`` as what it is made of."""
-        source, shape, weight, eps = n.args
-        if weight is None or eps is None or len(shape) != 1:
-            return None
-        along = Affine.of(mean_axis(shape[0]))
-        op = lambda name, *args, **kwargs: self._op(name, args, owner, where, **kwargs)  # noqa: E731
-        mean = op("mean", op("pow", self.at(source, (*index[:-1], along), n), 2), without=along.axes)
-        normed = op("mul", self.at(source, index, n), op("rsqrt", op("add", mean, eps)))
-        return op("mul", normed, self.at(weight, index[-1:], n))
 
     def _op(
         self, op: str, args: Sequence[Any], owner: Node, where: Affine, without: frozenset[Axis] = frozenset()
