@@ -67,7 +67,7 @@ class Emitter:
         """
         if key.table is not None:
             return key.table
-        known = (key.cos, key.sin, key.frame.tokens)
+        known = (key.cos, key.sin, key.frame.tokens, key.row_axis)
         if known not in self._tables:
             halves = [self._angles(term, key) for term in (key.cos, key.sin) if term is not None]
             self._tables[known] = self.call(aten.cat.default, halves, -1)

@@ -152,8 +152,8 @@ class Planner:
     def _complete(self, plan: Plan, scale: Any, alive: set[Node]) -> Plan:
         """The plan with all that it takes to keep what the graph computes, or :class:`Unfused`."""
         given, roots = dict(plan.given), (plan.query.root, plan.key.root)
-        if any(self._terms.is_written(n) for root in roots for n in moved(root)):
-            raise Unfused("its query or key is written in place")
+        if self._is_written(scale) or any(self._is_written(n) for root in roots for n in moved(root)):
+            raise Unfused("its query or key, or the scale of that, is written in place")
         if scale is not None:
             if given["key_scale"] != 1.0 or given["key_scale_tensor"] is not None:
                 raise Unfused("its key is quantised twice, in the graph and by the store")
