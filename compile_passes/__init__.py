@@ -10,7 +10,7 @@
 
 from .backend import PageMajorBackend, page_major_backend, pm_ops_backend
 from .binding import Binding, bind
-from .engine_ops import Attend, Store, register_attention_op, register_store_op
+from .engine_ops import Attend, Rotate, Store, register_attention_op, register_rotary_op, register_store_op
 from .report import Entry, RewriteError, RewriteReport
 
 __all__ = [
@@ -20,10 +20,12 @@ __all__ = [
     "PageMajorBackend",
     "RewriteError",
     "RewriteReport",
+    "Rotate",
     "Store",
     "bind",
     "page_major_backend",
     "pm_ops_backend",
     "register_attention_op",
+    "register_rotary_op",
     "register_store_op",
 ]

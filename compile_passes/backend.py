@@ -25,6 +25,7 @@ from .internals import (
 )
 from .report import Entry, RewriteError
 from .rewriter import Rewriter
+from .rope_store import fuse_rope_stores
 from .trace import cache_fake, capture, finish, fresh_fakes, is_plain_mode, plain_mode, record, static_fake
 
 UNSUPPORTED_READS = ("error", "materialize")
@@ -44,6 +45,7 @@ class PageMajorBackend:
         on_unsupported_read: str = "error",
         mode: str | None = None,
         options: dict[str, Any] | None = None,
+        fuse_rope: bool = False,
     ) -> None:
         if not isinstance(binding, Binding):
             raise ValueError(f"binding must come from pm_ops.compile_passes.bind, got {type(binding).__name__}")
@@ -51,7 +53,7 @@ class PageMajorBackend:
             raise ValueError(f"on_unsupported_read={on_unsupported_read!r}; supported: {', '.join(UNSUPPORTED_READS)}")
         self.binding, self.inner, self.strict = binding, inner, strict
         self.materialize = on_unsupported_read == "materialize"
-        self.mode, self.options = mode, dict(options or {})
+        self.mode, self.options, self.fuse_rope = mode, dict(options or {}), fuse_rope
         self.graphs: list[str] = []
 
     def __call__(
@@ -107,7 +109,7 @@ class PageMajorBackend:
                 caches = {i: cache_fake(inputs[i], bases[s]) for i, s in bound.items()}
             captured = capture(gm, inputs, caches, fakes)
             storages = {storage_key(base): s for s, base in bases.items()}
-            rewriter = Rewriter(captured.graph, self.binding, storages, self.materialize)
+            rewriter = Rewriter(captured.graph, self.binding, storages, self.materialize, self.fuse_rope)
             kept = [i for i in range(len(inputs)) if i not in bound]
             added = [static_fake(t, fakes) for t in self._added()]
 
@@ -119,10 +121,20 @@ class PageMajorBackend:
             try:
                 with plain_mode():
                     new = record(run, [*(captured.inputs[i] for i in kept), *added], fakes)
+                if self.fuse_rope:
+                    self._fuse(new, fakes, rewriter)
             except RewriteError as error:
                 report.refused.append(str(error))
                 raise
         return finish(new, gm, kept, ["pm_buffer", "pm_page_table"][: len(added)]), rewriter.pages.entries
+
+    def _fuse(self, new: GraphModule, fakes: Any, rewriter: Rewriter) -> None:
+        unfused = fuse_rope_stores(new, fakes, rewriter.pages, rewriter.rotaries)
+        self.binding.report().leave(unfused)
+        if unfused and self.strict:
+            raise RewriteError(
+                "fuse_rope=True leaves these stores as they are; strict=False compiles them so\n" + "\n".join(unfused)
+            )
 
     def _check_touched(self, entries: Sequence[Entry], gm: GraphModule) -> None:
         """A compiled function that touches no bound cache is a mistake; one that graph breaks cut up, if none does."""
@@ -157,6 +169,7 @@ def page_major_backend(
     on_unsupported_read: str = "error",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    fuse_rope: bool = False,
 ) -> PageMajorBackend:
     """A backend for ``torch.compile(model, backend=...)`` under which bound caches are written and read in pages.
 
@@ -169,11 +182,16 @@ def page_major_backend(
             on every call.
         mode, options: for Inductor, as torch.compile has them, such as ``mode="reduce-overhead"``; given to
             torch.compile they have the same effect.
+        fuse_rope: turn every layer's rotary embedding, QK-norm and store into one ``rope_store_kv``. That is what a GPU
+            wants, one launch in place of several; on the CPU, where Inductor fuses the rotation into one loop and the
+            operator is plain torch, it is slower, so it is off unless asked for. It rounds once, where a graph in bf16
+            or fp16 may round after every step. A store that it leaves as it is raises an error with strict, and is
+            named in the report without.
 
     Raises:
         RewriteError: (at the first call) an access to a bound cache has no exact counterpart on pages.
     """
-    return PageMajorBackend(binding, inner, strict, on_unsupported_read, mode, options)
+    return PageMajorBackend(binding, inner, strict, on_unsupported_read, mode, options, fuse_rope)
 
 
 def pm_ops_backend(
@@ -188,7 +206,7 @@ def pm_ops_backend(
     binding = given.pop("binding", None)
     if binding is None:
         raise ValueError('backend="pm_ops" needs options={"binding": binding}, made by pm_ops.compile_passes.bind')
-    own = {name: given.pop(name) for name in ("inner", "strict", "on_unsupported_read") if name in given}
+    own = {name: given.pop(name) for name in ("inner", "strict", "on_unsupported_read", "fuse_rope") if name in given}
     mode = given.pop("mode", mode)
     return PageMajorBackend(binding, **own)(gm, inputs, mode=mode, options=given)
 

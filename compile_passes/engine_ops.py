@@ -7,6 +7,9 @@
     register_attention_op(torch.ops.engine.attend.default,
                           lambda q, k_cache, v_cache, table, lens: Attend(q, k_cache, v_cache, table, lens))
 
+    register_rotary_op(torch.ops.engine.rotary_embedding.default,
+                       lambda positions, q, k, dim, table, neox: Rotate(q, k, positions, table, dim, not neox))
+
 An adapter is called with the operator's arguments while the new graph is recorded; it may compute with them. Caches
 must be addressed by physical slot (forms ``SHD`` and ``PSHD``), since such operators are.
 """
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from .rewriter import Rewriter
 
 ENGINE_OPS: dict[Any, Callable[..., Any]] = {}
+ROTARY_OPS: dict[Any, Callable[..., Rotate]] = {}
 
 
 @dataclass
@@ -77,6 +81,27 @@ class Attend:
     result: Callable[[Tensor, Tensor], Any] = lambda out, lse: out
 
 
+@dataclass
+class Rotate:
+    """What a rotary operator rotates in place: ``query`` and ``key``, ``[T, heads * head_dim]`` or with heads apart.
+
+    The fields are arguments of the operator as they came. ``positions`` is ``[T]``; ``cos_sin`` and ``interleaved`` are
+    ``pm_ops.rope_store_kv``'s.
+    """
+
+    query: Tensor
+    key: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+    head_dim: int
+    interleaved: bool = False
+
+
+def register_rotary_op(op: Any, adapter: Callable[..., Rotate]) -> None:
+    """Let ``fuse_rope`` fuse an operator (overload, or all of a packet) that rotates in place."""
+    ROTARY_OPS.update(dict.fromkeys(_overloads(op), adapter))
+
+
 def register_store_op(op: Any, adapter: Callable[..., Store]) -> None:
     """Rewrite an operator (overload, or all overloads of a packet) that stores rows into caches."""
     _register(op, lambda rw, *args, **kwargs: _store(rw, adapter(*args, **kwargs)))
@@ -88,10 +113,14 @@ def register_attention_op(op: Any, adapter: Callable[..., Attend]) -> None:
 
 
 def _register(op: Any, run: Callable[..., Any]) -> None:
+    ENGINE_OPS.update(dict.fromkeys(_overloads(op), run))
+
+
+def _overloads(op: Any) -> list[Any]:
     found = overloads(op)
     if not found:
         raise ValueError(f"expected an operator such as torch.ops.engine.store.default, got {op!r}")
-    ENGINE_OPS.update(dict.fromkeys(found, run))
+    return found
 
 
 def _store(rw: Rewriter, s: Store) -> Any:

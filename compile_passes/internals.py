@@ -233,3 +233,44 @@ def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return found
+
+
+def is_pointwise(target: Any) -> bool:
+    """Is every element of an ATen operator's result computed from the inputs' elements at the same place, broadcast?"""
+    tags = target.tags if is_operator(target) else ()
+    aten = is_operator(target) and target.namespace == "aten"
+    return aten and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def is_repeatable(target: Any) -> bool:
+    """Do two calls of an operator on the same values give the same?"""
+    if not is_operator(target):
+        return target is operator.getitem
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return target.namespace == "aten" and not random and not target._schema.is_mutable
+
+
+def symbolic(x: Any) -> Any:
+    """A size as an integer, or where Dynamo has no one value for it as a sympy expression, which guards nothing."""
+    return x.node.expr if isinstance(x, torch.SymInt) else x
+
+
+def simplified(x: Any) -> Any:
+    """An integer or sympy expression in a form that is equal for equal ones."""
+    if isinstance(x, int):
+        return x
+    x = sympy.expand(x)
+    return int(x) if x.is_Integer else x
+
+
+def quotient(x: Any, by: Any) -> Any:
+    """``x / by`` if that is a whole number, 1 or more, whatever values sizes have; else None."""
+    if isinstance(x, int) and isinstance(by, int):
+        return x // by if x >= by and x % by == 0 else None
+    found = simplified(sympy.cancel(sympy.sympify(x) / by))
+    return found if isinstance(found, int) or (found.is_integer and found.is_positive) else None
+
+
+def never_negative(x: Any) -> bool:
+    """Is a number 0 or more, whatever values sizes have?"""
+    return x >= 0 if isinstance(x, int) else bool(x.is_nonnegative)

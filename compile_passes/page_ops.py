@@ -36,6 +36,7 @@ class PageOps:
         buffer, page_table: the new graph's inputs.
         node: the node of the captured graph that is being rewritten.
         entries: what became of the accesses so far.
+        stores: for each ``store_kv`` recorded, its entries' places among them.
         writes: how often each plane has been written so far.
     """
 
@@ -45,12 +46,16 @@ class PageOps:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self.stores: list[range] = []
         self.writes: dict[CachePlane, int] = {}
         self._pending: PlaneWrite | None = None
         self._memo: dict[Any, tuple[Any, Any]] = {}
 
     def once(self, key: Any, keep: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, once until something is written in place; ``keep`` stays alive, as keys name tensors by id."""
+        """``make()``, once until something is written in place; ``keep`` stays alive, as keys name tensors by id.
+
+        With ``keep=None`` it is made of no tensor, and once for all of the graph.
+        """
         if key not in self._memo:
             self._memo[key] = (make(), keep)
         return self._memo[key][0]
@@ -98,7 +103,7 @@ class PageOps:
     def before_mutation(self) -> None:
         """Something outside of the caches is written in place, maybe what was computed or held back so far."""
         self.flush()
-        self._memo.clear()
+        self._memo = {key: made for key, made in self._memo.items() if made[1] is None}
 
     def _emit_store(self, writes: list[PlaneWrite]) -> None:
         by_kind = {"value" if w.plane.kind == "value" else "key": w for w in writes}
@@ -116,6 +121,7 @@ class PageOps:
             **scale_arguments(1.0 if key is None else key.scale, 1.0 if value is None else value.scale),
         )
         became = "store_kv" if len(writes) == 1 else "store_kv of key and value"
+        self.stores.append(range(len(self.entries), len(self.entries) + len(writes)))
         for w in writes:
             self.entries.append(Entry(w.plane.layer, (w.plane.kind,), "write", w.form, w.line, became))
 

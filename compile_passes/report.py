@@ -43,7 +43,8 @@ class Entry:
 
     Args:
         layer, kinds: which planes; an attention reads two at once.
-        action: ``"write"``, ``"read"`` or ``"materialize"``.
+        action: ``"write"``, ``"read"``, ``"materialize"``, or ``"rotate"`` for a rotary embedding that goes with
+            a write.
         form: the operation found, for example ``aten.index_copy_``.
         line: the user's line.
         became: the operator that it became.
@@ -83,6 +84,7 @@ class RewriteReport:
     bytes_released: int
     entries: list[Entry] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    unfused: list[str] = field(default_factory=list)
     graphs: int = 0
 
     def add(self, found: Iterable[Entry]) -> None:
@@ -93,6 +95,15 @@ class RewriteReport:
                 known.add(entry)
                 self.entries.append(entry)
         self.graphs += 1
+
+    def leave(self, unfused: Iterable[str]) -> None:
+        """Note the stores that ``fuse_rope`` found no rotation for; ``layer: reason``, and the user's line."""
+        self.unfused += [reason for reason in dict.fromkeys(unfused) if reason not in self.unfused]
+
+    @property
+    def fused(self) -> int:
+        """Layers whose rotary embedding goes with the store."""
+        return len({e.layer for e in self.entries if e.action == "rotate"})
 
     @property
     def writes_rewritten(self) -> int:
@@ -125,7 +136,14 @@ class RewriteReport:
         rows = [("layers", "", "planes", "does", "form found", "became", "line"), *_cut(rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         table = "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[6]]) for r in rows)
-        return "\n".join([table, self._summary(), *(f"refused: {reason}" for reason in self.refused)])
+        return "\n".join(
+            [
+                table,
+                self._summary(),
+                *(f"refused: {reason}" for reason in self.refused),
+                *(f"not fused: {reason}" for reason in self.unfused),
+            ]
+        )
 
     def _summary(self) -> str:
         lines = [

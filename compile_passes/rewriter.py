@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .binding import Binding
-from .engine_ops import ENGINE_OPS
+from .engine_ops import ENGINE_OPS, ROTARY_OPS
 from .forms import CachePlane
 from .internals import asks_metadata, is_mutable, is_view, storage_key, written
 from .page_ops import PageOps
 from .regions import Region, locate
 from .report import RewriteError, form_of, user_line
+from .rotary_ops import Call, rotate
 from .rules import READS, WRITES
 from .sdpa import rewrite_sdpa
 from .selections import Selection, select
@@ -43,12 +44,24 @@ class Rewriter(Interpreter):
         binding: whose caches.
         storages: the number of the bound storage, by :func:`storage_key` of the caches' fakes.
         materialize: read a cache densely where no rule fits, instead of raising.
+        fuse_rope: make engines' rotary operators functional, as :mod:`rope_store` needs them.
+
+    Attributes:
+        rotaries: the operators that were, in order.
     """
 
-    def __init__(self, graph: GraphModule, binding: Binding, storages: dict[int, int], materialize: bool) -> None:
+    def __init__(
+        self,
+        graph: GraphModule,
+        binding: Binding,
+        storages: dict[int, int],
+        materialize: bool = False,
+        fuse_rope: bool = False,
+    ) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self.binding, self.pages = binding, PageOps()
         self._storages, self._materialize = storages, materialize
+        self._fuse_rope, self.rotaries = fuse_rope, list[Call]()
         self._shadows: set[Node] = set()
         self._writes_at: dict[Node, dict[CachePlane, int]] = {}
 
@@ -64,6 +77,8 @@ class Rewriter(Interpreter):
             sources = [m for m in n.all_input_nodes if m in self._shadows]
             if sources:
                 result, shadow = self._run_access(n, sources)
+            elif self._fuse_rope and n.target in ROTARY_OPS and rotate(self, n):
+                result, shadow = None, False
             else:
                 if n.op == "output" or (n.op == "call_function" and is_mutable(n.target)):
                     self.pages.before_mutation()

@@ -59,7 +59,7 @@ def rope_store_kv(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     cos_sin: Tensor,
     slots: Tensor,
     *,
@@ -77,7 +77,7 @@ def rope_store_kv(
     Args:
         query, key, value: ``[T, Hq, D]``, ``[T, Hk, D]``, ``[T, Hv, Dv]``, any strides (slices of one projection, say);
             query and key float32, float16 or bfloat16. They are not written.
-        positions: int32 or int64 ``[T]``, each token's row of ``cos_sin``.
+        positions: int32 or int64 ``[T]``, each token's row of ``cos_sin``; None: ``cos_sin`` has T rows, one a token.
         cos_sin: ``[max_position, R]``, R / 2 cosines, then R / 2 sines; elements from R on are not rotated.
         slots, key_scale, value_scale: as in :func:`store_kv`. Rows without a slot are rotated all the same.
         interleaved: pairs are neighbours (GPT-J) instead of R / 2 apart (GPT-NeoX).

@@ -174,6 +174,7 @@ def _rope_samples(op: str, pool: PagePool) -> Iterator[Sample]:
     rows = (query.bfloat16(), k.half(), v.half(), positions.int(), table[:, : dim // 2].bfloat16(), slots.int())
     options = {"interleaved": True, "key_scale_tensor": torch.tensor(0.5, device=device), "value_scale": 2.0}
     yield (pool.buffer, *rows, *planes), options
+    yield (pool.buffer, *rows[:3], None, rows[4][: query.shape[0]], rows[5], *planes), options
 
 
 def _load_samples(op: str, pool: PagePool) -> Iterator[Sample]:

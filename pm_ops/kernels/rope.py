@@ -110,7 +110,9 @@ def _rotated(
         rest = load_row(row, stride, exists, 2 * HALF, DIM, REST_BLOCK, "evict_first")
     # Without a barrier ptxas issues these loads, which wait for nothing, only once the position has come.
     tl.debug_barrier()
-    position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
+    position = t.to(tl.int64)
+    if positions is not None:
+        position = tl.load(positions + t, mask=exists, other=0).to(tl.int64)
     known = (position >= 0) & (position < max_position)
     cos, sin = _load_pairs(cos_sin + position * table_stride, table_dim_stride, exists & known, HALF, BLOCK, False, "")
     cos = tl.where(known[:, None], cos, float("nan"))
@@ -281,7 +283,7 @@ def rope_store_kv(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
             value,
             query_out,
             key_out if a.return_key else None,
-            a.positions.contiguous(),
+            None if a.positions is None else a.positions.contiguous(),
             a.cos_sin,
             a.slots.contiguous(),
             None if a.q_weight is None else a.q_weight.contiguous(),

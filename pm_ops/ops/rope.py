@@ -36,7 +36,7 @@ class RopeStoreKV:
             rotated, those past the slots and those of slots < 0 too. ``value`` has T rows as well.
         positions: int32 or int64 ``[T]``, the row of ``cos_sin`` of each token. One that ``cos_sin`` has not is
             refused where values are checked; elsewhere it turns the rotated elements into NaN, and nothing outside of
-            ``cos_sin`` is read.
+            ``cos_sin`` is read. None: ``cos_sin`` has T rows, one a token.
         cos_sin: ``[max_position, R]``, R even and at most D: R / 2 cosines, then R / 2 sines, of the token's angles.
             float32, float16, bfloat16 or float64 (taken as float32).
         interleaved: pair ``i`` is elements ``2i, 2i + 1`` (GPT-J), or ``i, i + R / 2`` (GPT-NeoX, the default).
@@ -61,7 +61,7 @@ class RopeStoreKV:
     query: Tensor
     key: Tensor
     value: Tensor
-    positions: Tensor
+    positions: Tensor | None
     cos_sin: Tensor
     slots: Tensor
     key_plane: Sequence[int]
@@ -113,16 +113,20 @@ class RopeStoreKV:
                 )
         self.store_of(k).check()
         require_device("query", q, device)
-        require_indices("positions", self.positions, device)
         tokens, _, dim = q.shape
-        alike = {"key": k.shape[0], "value": self.value.shape[0], "positions": self.positions.shape[0]}
-        for count in alike.values():
-            require(count == tokens, lambda: f"query has {tokens} rows, the others {alike}; all need equally many")
         require(
             k.shape[2] == dim,
             lambda: f"query has a head_dim of {dim}, key of {k.shape[2]}; one rotation needs one head_dim",
         )
         self._check_table(dim, device)
+        alike = {"key": k.shape[0], "value": self.value.shape[0]}
+        if self.positions is not None:
+            require_indices("positions", self.positions, device)
+            alike["positions"] = self.positions.shape[0]
+        else:
+            alike["cos_sin, without positions,"] = self.cos_sin.shape[0]
+        for count in alike.values():
+            require(count == tokens, lambda: f"query has {tokens} rows, the others {alike}; all need equally many")
         if (self.q_weight is None) != (self.k_weight is None):
             raise ValueError("q_weight and k_weight come together or not at all")
         self._check_weight("q_weight", self.q_weight, dim, device)
@@ -161,6 +165,8 @@ class RopeStoreKV:
     def check_values(self) -> None:
         self.store_of(self.key).check_values()
         positions, limit = self.positions, self.cos_sin.shape[0]
+        if positions is None:
+            return
         require_in_range("positions", positions, limit, "rows in cos_sin")
         require_values(
             positions >= 0,
@@ -175,7 +181,8 @@ def _rotated(a: RopeStoreKV, x: Tensor, weight: Tensor | None) -> Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + a.eps) * (a.weight_offset + weight.float())
     turned, rest = y[..., :rotary].float(), y[..., rotary:]
-    cos, sin = a.cos_sin[a.positions.long(), None].float().chunk(2, -1)
+    rows = a.cos_sin if a.positions is None else a.cos_sin[a.positions.long()]
+    cos, sin = rows[:, None].float().chunk(2, -1)
     first, second = (turned[..., ::2], turned[..., 1::2]) if a.interleaved else turned.chunk(2, -1)
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, -1).flatten(-2) if a.interleaved else torch.cat(pair, -1)
@@ -194,7 +201,7 @@ def _rope_store_kv_fake(a: RopeStoreKV) -> tuple[Tensor, Tensor]:
 
 define(
     "rope_store_kv",
-    "(Tensor(a!) buffer, Tensor query, Tensor key, Tensor value, Tensor positions, Tensor cos_sin, Tensor slots, "
+    "(Tensor(a!) buffer, Tensor query, Tensor key, Tensor value, Tensor? positions, Tensor cos_sin, Tensor slots, "
     "SymInt[] key_plane, SymInt[] value_plane, SymInt page_size, ScalarType key_dtype, ScalarType value_dtype, "
     "bool interleaved=False, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-06, float weight_offset=0.0, "
     "float key_scale=1.0, float value_scale=1.0, Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, "

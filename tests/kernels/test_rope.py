@@ -251,6 +251,16 @@ def test_rows_without_a_slot_are_rotated_and_write_nothing(device, tokens, slots
 
 
 @on_each_device
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_without_positions_every_token_has_its_own_row_of_the_table(device, interleaved):
+    case = rope_case(33, interleaved=interleaved, norm=True)
+    given = dataclasses.replace(case, cos_sin=case.cos_sin[case.positions], positions=torch.arange(33))
+    expected, bare = to(given, device), to(dataclasses.replace(given, positions=None), device)
+    assert torch.equal(rope_store_kv(bare)[0], rope_store_kv(expected)[0])
+    assert torch.equal(bare.buffer, expected.buffer)
+
+
+@on_each_device
 def test_many_tokens_take_many_programs_the_last_of_them_in_part(device):
     case = rope_case(601, (2, 1, 1), (24, 16, 24), planes=(F16, F16), page_size=16, num_pages=40)
     check_rope(case, rope_store_kv, device)

@@ -153,6 +153,10 @@ REFUSED = {
     "a scale twice": (lambda c: {"value_scale": 2.0, "value_scale_tensor": torch.tensor(2.0)}, "both given"),
     "a query elsewhere": (lambda c: {"query": c.query.to("meta")}, "query is on meta"),
     "a table elsewhere": (lambda c: {"cos_sin": c.cos_sin.to("meta")}, "cos_sin is on meta"),
+    "no positions and not a row a token": (
+        lambda c: {"positions": None},
+        "query has 7 rows, the others .*'cos_sin, without positions,': 40",
+    ),
     "positions elsewhere": (lambda c: {"positions": c.positions.to("meta")}, "positions is on meta"),
     "weights elsewhere": (
         lambda c: {"q_weight": torch.ones(24), "k_weight": torch.ones(24, device="meta")},

@@ -1,0 +1,325 @@
+"""What the elements of a graph's tensors are computed from: a term for every way to name elements.
+
+An element is named by an index along every dimension, and an index is a sum of axes times steps: with axes ``b``, ``t``
+and ``i``, element ``[b, t, 32 + i]`` stands for a whole block of elements at once. Where it lies in its storage follows
+from strides alone, so no view operator has a rule: what counts is the node that made the storage. Pointwise operators
+become terms over the elements they read, ``cat`` and ``stack`` lead to one of their inputs, copies to theirs; every
+other node is a leaf. Equal terms are one object, so two ways to compute the same are equal if they are the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .internals import (
+    is_mutable,
+    is_operator,
+    is_pointwise,
+    is_repeatable,
+    never_negative,
+    operator_name,
+    quotient,
+    simplified,
+    storage_key,
+    symbolic,
+    value_at_hand,
+    written,
+)
+
+aten = torch.ops.aten
+DEPTH = 64  # of terms: those of a rotation have a third of that, those of a residual stream as many as the model
+Number = Any  # an int, or a sympy expression where a size is symbolic
+
+
+class Axis(NamedTuple):
+    """A variable of an index, from 0 to ``size - 1``."""
+
+    name: str
+    size: Number
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``const`` and the sum of axes times their steps: an index along a dimension, or an address in a storage."""
+
+    steps: frozenset[tuple[Axis, Number]] = frozenset()
+    const: Number = 0
+
+    @staticmethod
+    def of(axis: Axis, step: Number = 1, const: Number = 0) -> Affine:
+        """``const + step * axis``; an axis of size 1 is always 0."""
+        return Affine(frozenset() if axis.size == 1 else frozenset(((axis, step),)), const)
+
+    def plus(self, other: Affine, times: Number = 1) -> Affine:
+        """``self + other * times``."""
+        if not other.steps and other.const == 0:
+            return self
+        steps = dict(self.steps)
+        for axis, step in other.steps:
+            steps[axis] = simplified(steps.get(axis, 0) + step * times)
+        return Affine(frozenset(steps.items()), simplified(self.const + other.const * times))
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """Those that it depends on."""
+        return frozenset(axis for axis, _ in self.steps)
+
+    @property
+    def last(self) -> Number:
+        """The largest value."""
+        return simplified(self.const + sum(step * (axis.size - 1) for axis, step in self.steps))
+
+    def below(self, size: Number) -> bool:
+        """Is every value less?"""
+        return never_negative(simplified(size - 1 - self.last))
+
+
+Index = tuple[Affine, ...]
+
+
+def address(index: Sequence[Affine], x: Tensor) -> Affine:
+    """Where in its storage an element lies, in elements."""
+    found = Affine(const=symbolic(x.storage_offset()))
+    for along, size, stride in zip(index, x.shape, x.stride(), strict=True):
+        if size != 1:
+            found = found.plus(along, symbolic(stride))
+    return found
+
+
+def place(where: Affine, x: Tensor) -> Index | None:
+    """The index of the element of a tensor that lies at an address; None if none is known to."""
+    dims: list[tuple[int, int, Number, Number]] = []  # the widest stride's value first
+    for d, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        hint = value_at_hand(stride)
+        if hint is None:
+            return None
+        if size != 1 and hint:
+            dims.append((hint, d, symbolic(stride), symbolic(size)))
+    dims.sort(reverse=True, key=lambda dim: dim[0])
+    index, rest = [Affine()] * x.dim(), simplified(where.const - symbolic(x.storage_offset()))
+    for axis, step in where.steps:
+        found = next(((d, q) for _, d, stride, _ in dims if (q := quotient(step, stride)) is not None), None)
+        if found is None:
+            return None
+        index[found[0]] = index[found[0]].plus(Affine.of(axis, found[1]))
+    for hint, d, stride, _ in dims:
+        if isinstance(rest, int) and rest >= hint:
+            if not isinstance(stride, int):
+                return None
+            index[d] = index[d].plus(Affine(const=rest // stride))
+            rest %= stride
+    return tuple(index) if rest == 0 and all(index[d].below(size) for _, d, _, size in dims) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """An operator, by its name, on terms and numbers, or a leaf.
+
+    ``node`` and ``where`` say of which storage, and where in it, the graph has this term's elements; ``dtype`` is
+    theirs. ``axes`` are all that they depend on.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    node: Node
+    where: Affine
+    dtype: torch.dtype
+    axes: frozenset[Axis]
+
+
+class Terms:
+    """The terms of one graph.
+
+    Attributes:
+        order: every node's place in the program.
+        writers: by storage, the nodes that write to it in place.
+        views: by storage, the nodes that lie in it, its owner first.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.order: dict[Node, int] = {n: i for i, n in enumerate(graph.nodes)}
+        self.writers: dict[int, list[Node]] = {}
+        self.views: dict[int, list[Node]] = {}
+        self._known: dict[tuple[Node, Affine, bool], Term] = {}
+        self._terms: dict[Any, Term] = {}
+        self._firsts: dict[Node, Node] = {}
+        self._calls: dict[Any, Node] = {}
+        self._depth = 0
+        for n in graph.nodes:
+            x = n.meta.get("val")
+            if isinstance(x, Tensor):
+                self.views.setdefault(storage_key(x), []).append(n)
+            for node in _written(n):
+                self.writers.setdefault(storage_key(node.meta["val"]), []).append(n)
+        for n in graph.nodes:
+            self._firsts[n] = self._calls.setdefault(self._call(n), n)
+
+    def owner(self, n: Node) -> Node:
+        """The node that made the storage a tensor lies in."""
+        return self.siblings(n)[0]
+
+    def siblings(self, n: Node) -> list[Node]:
+        """Every node that lies in the same storage as a tensor, itself among them."""
+        return self.views[storage_key(n.meta["val"])]
+
+    def is_written(self, n: Node) -> bool:
+        """Does anything in the graph write to a tensor's storage?"""
+        return storage_key(n.meta["val"]) in self.writers
+
+    def at(self, n: Node, index: Sequence[Affine], reader: Node | None = None) -> Term:
+        """The term of an element of a node's tensor, as a later node reads it; None stands for the last one."""
+        x, owner = n.meta["val"], self.owner(n)
+        if x.dtype != owner.meta["val"].dtype or x.is_neg():  # other numbers than its storage's owner made
+            return self._term("view", (n, tuple(index)), n, address(index, x), x.dtype, _axes(index))
+        writers = self.writers.get(storage_key(x), [])
+        after = bool(writers) and (reader is None or self.order[reader] > self.order[writers[0]])
+        key = (owner, address(index, x), after)
+        if key not in self._known:
+            self._known[key] = self._stored(owner, key[1], writers, after)
+        return self._known[key]
+
+    def _stored(self, owner: Node, where: Affine, writers: Sequence[Node], after: bool) -> Term:
+        x = owner.meta["val"]
+        made = writers[0] if after else owner
+        index = place(where, x) if made.op == "call_function" and self._depth < DEPTH else None
+        if after and (len(writers) > 1 or not _writes_whole(made, x)):
+            index = None
+        self._depth += 1
+        found = None if index is None else self._made(made, index, owner, where)
+        self._depth -= 1
+        if found is None:
+            first = self._firsts[owner]
+            found = self._term("leaf", (first, where, after), first, where, x.dtype, where.axes)
+        return found
+
+    def _call(self, n: Node) -> Any:
+        """Equal for calls of one operator on the same values: layers may compute their angles one by one."""
+        if n.op == "call_function" and is_repeatable(n.target):
+            return (n.target, self._named(n.args), self._named(n.kwargs))
+        return n
+
+    def _named(self, a: Any) -> Any:
+        """An argument, equal where its values are; what is written in place is equal to nothing."""
+        if isinstance(a, list | tuple):
+            return tuple(map(self._named, a))
+        if isinstance(a, dict):
+            return tuple((key, self._named(a[key])) for key in sorted(a))
+        if isinstance(a, Node):
+            x = a.meta.get("val")
+            if not isinstance(x, Tensor):
+                return self._firsts[a]
+            if self.is_written(a):
+                return object()
+            sizes = [simplified(symbolic(n)) for n in (*x.shape, *x.stride(), x.storage_offset())]
+            return (self._firsts[self.owner(a)], x.dtype, *sizes)
+        return (type(a), a)
+
+    def _made(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
+        """The term that a node makes of the elements it reads; None for a leaf."""
+        if n.target in (aten.clone.default, aten.lift_fresh_copy.default):
+            return self.at(n.args[0], index, n)
+        if n.target is aten._to_copy.default:
+            return self._cast(n, index, owner, where)
+        if n.target is aten.cat.default:
+            return self._joined(n, index)
+        if n.target is aten.stack.default:
+            dim = (n.args[1] if len(n.args) > 1 else 0) % len(index)
+            at, rest = index[dim], (*index[:dim], *index[dim + 1 :])
+            return self.at(n.args[0][at.const], rest, n) if not at.steps and isinstance(at.const, int) else None
+        if n.target is aten.mean.dim and not n.kwargs:
+            return self._mean(n, index, owner, where)
+        if is_pointwise(n.target) and not n.kwargs:
+            args = [self._read(a, index, n) for a in n.args]
+            if all(isinstance(a, Term | int | float | None) or _is_number(a) for a in args):
+                return self._op(operator_name(n.target).removesuffix("_"), args, owner, where)
+        return None
+
+    def _read(self, argument: Any, index: Index, reader: Node) -> Any:
+        """An argument of a pointwise operator: a term, or what it is if it is no tensor."""
+        if not isinstance(argument, Node) or not isinstance(argument.meta.get("val"), Tensor):
+            return argument
+        shape = argument.meta["val"].shape
+        own = index[len(index) - len(shape) :]
+        return self.at(argument, [Affine() if n == 1 else i for n, i in zip(shape, own, strict=True)], reader)
+
+    def _cast(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
+        """``_to_copy(x, dtype=...)``: a cast, or a copy."""
+        before, after = n.args[0].meta["val"], owner.meta["val"]
+        if before.device != after.device:
+            return None
+        inner = self.at(n.args[0], index, n)
+        return inner if before.dtype == after.dtype else self._op("cast", [inner], owner, where)
+
+    def _joined(self, n: Any, index: Index) -> Term | None:
+        """``cat([a, b], dim)`` where all of the elements lie in one of them."""
+        dim = (n.args[1] if len(n.args) > 1 else 0) % len(index)
+        start = 0
+        for part in n.args[0]:
+            size = part.meta["val"].shape[dim] if part.meta["val"].dim() == len(index) else None
+            own = index[dim].plus(Affine(const=-start))
+            if not isinstance(size, int) or not isinstance(own.const, int):
+                return None
+            if own.const >= 0 and own.below(size):
+                return self.at(part, (*index[:dim], own, *index[dim + 1 :]), n)
+            start += size
+        return None
+
+    def _mean(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
+        """``mean(x, [dim], keepdim)``: the mean over an axis of its own."""
+        source, dims = n.args[0], n.args[1]
+        if len(dims or ()) != 1:
+            return None
+        dim, keeps = dims[0] % source.meta["val"].dim(), len(n.args) > 2 and n.args[2]
+        along = Affine.of(mean_axis(symbolic(source.meta["val"].shape[dim])))
+        inner = (*index[:dim], along, *index[dim + 1 if keeps else dim :])
+        return self._op("mean", [self.at(source, inner, n)], owner, where, without=along.axes)
+
+    def _op(
+        self, op: str, args: Sequence[Any], owner: Node, where: Affine, without: frozenset[Axis] = frozenset()
+    ) -> Term:
+        axes = frozenset[Axis]().union(*(a.axes for a in args if isinstance(a, Term))) - without
+        return self._term(op, tuple(args), owner, where, owner.meta["val"].dtype, axes)
+
+    def _term(
+        self, op: str, args: tuple[Any, ...], node: Node, where: Affine, dtype: torch.dtype, axes: frozenset[Axis]
+    ) -> Term:
+        key = (op, dtype, *((type(a), a) for a in args))
+        if key not in self._terms:
+            self._terms[key] = Term(op, args, node, where, dtype, axes)
+        return self._terms[key]
+
+
+def mean_axis(size: Number) -> Axis:
+    """The axis that a mean is taken over."""
+    return Axis("mean", size)
+
+
+def _axes(index: Sequence[Affine]) -> frozenset[Axis]:
+    return frozenset[Axis]().union(*(i.axes for i in index))
+
+
+def _written(n: Node) -> list[Node]:
+    """The tensors that a node writes to in place."""
+    if n.op != "call_function" or not is_mutable(n.target):
+        return []
+    found = written(n.target, n.args, n.kwargs) if is_operator(n.target) else n.all_input_nodes
+    nodes = [m for arg in found for m in (arg if isinstance(arg, list | tuple) else [arg])]
+    return [m for m in nodes if isinstance(m, Node) and isinstance(m.meta.get("val"), Tensor)]
+
+
+def _is_number(a: Any) -> bool:
+    """Is this a node that stands for a symbolic number? It is the same wherever it is used."""
+    return isinstance(a, Node) and isinstance(a.meta.get("val"), torch.SymInt | torch.SymFloat)
+
+
+def _writes_whole(writer: Node, x: Tensor) -> bool:
+    """Is this ``x.op_(...)`` on all of a storage, the operator a pointwise one?"""
+    target = writer.args[0].meta["val"] if writer.args and isinstance(writer.args[0], Node) else None
+    same = target is not None and (target.shape, target.stride()) == (x.shape, x.stride())
+    return same and is_pointwise(writer.target)

@@ -1,0 +1,120 @@
+"""An engine's own rotary operator, which works in place, is fused with the store behind it once it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from rotary_forms import FORMS
+from torch import Tensor
+
+from pm_ops.compile_passes import Rotate, register_rotary_op
+from pm_ops.compile_passes.engine_ops import ROTARY_OPS
+
+HEADS, DIM, SLOTS = 2, 8, 20
+
+
+def _rotary(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cache: Tensor, is_neox: bool) -> None:
+    """As vLLM's ``_C.rotary_embedding``."""
+    rotate = FORMS["vllm_neox" if is_neox else "vllm_gptj"].rotate
+    rows = (query.unflatten(-1, (-1, head_size)), key.unflatten(-1, (-1, head_size)))
+    for x, turned in zip((query, key), rotate(*rows, positions, cache), strict=True):
+        x.copy_(turned.flatten(-2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    library = torch.library.Library("pm_test_rotary", "DEF")
+    library.define(
+        "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor cos_sin_cache, "
+        "bool is_neox) -> ()"
+    )
+    library.impl("rotary_embedding", _rotary, "CPU")
+    torch.library.register_fake("pm_test_rotary::rotary_embedding", lambda *a: None, lib=library)
+    op = torch.ops.pm_test_rotary.rotary_embedding
+    register_rotary_op(op, lambda positions, q, k, dim, cache, neox: Rotate(q, k, positions, cache, dim, not neox))
+    yield
+    ROTARY_OPS.pop(op.default, None)
+    library._destroy()
+
+
+class Engine(torch.nn.Module):
+    """A layer as vLLM has it: q, k and v are columns of one projection."""
+
+    def __init__(self, body: Callable[..., Tensor], neox: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.k, self.v = [torch.randn(SLOTS, HEADS, DIM)], [torch.randn(SLOTS, HEADS, DIM)]
+        self.weight, self.body, self.neox = torch.randn(4, 4 * HEADS * DIM), body, neox
+
+    def forward(self, x: Tensor, slots: Tensor, positions: Tensor, cache: Tensor) -> list[Tensor]:
+        qkv = x @ self.weight
+        q, k, v = qkv.split([2 * HEADS * DIM, HEADS * DIM, HEADS * DIM], -1)
+        rotary = lambda: torch.ops.pm_test_rotary.rotary_embedding(positions, q, k, DIM, cache, self.neox)  # noqa: E731
+        out = self.body(self.k[0], self.v[0], qkv, q, k, v, slots, rotary)
+        return [out, self.k[0][slots], self.v[0][slots]]
+
+
+def stored(
+    k_cache: Tensor, v_cache: Tensor, qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, rotary: Any
+) -> Tensor:
+    rotary()
+    k_cache[slots], v_cache[slots] = k.view(-1, HEADS, DIM), v.view(-1, HEADS, DIM)
+    return q.view(-1, 2 * HEADS, DIM) * 2
+
+
+def arguments(neox: bool = True) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    table = FORMS["vllm_neox" if neox else "vllm_gptj"].tensors[0]
+    return torch.randn(5, 4), torch.tensor([3, 17, 4, 9, 0]), torch.tensor([2, 5, 3, 8, 30]), table
+
+
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])
+def test_the_operator_and_the_store_become_one_by_its_table_and_positions(paged: Any, neox: bool) -> None:
+    twin = paged(Engine(stored, neox), fuse_rope=True)
+    twin.check(*arguments(neox), exact=True)
+    twin.check_pages(0)
+    graph = twin.backend.graphs[0]
+    assert graph.count("rope_store_kv.default(") == 1 and "pm_test_rotary" not in graph
+    assert "cat.default" not in graph and "clone" not in graph
+    assert twin.binding.report().fused == 1
+
+
+def test_without_fuse_rope_the_operator_stays(paged: Any) -> None:
+    twin = paged(Engine(stored))
+    twin.check(*arguments(), exact=True)
+    assert twin.backend.graphs[0].count("pm_test_rotary") == 1
+
+
+def test_an_operator_whose_store_is_not_fused_is_put_back(paged: Any) -> None:
+    def body(
+        k_cache: Tensor, v_cache: Tensor, qkv: Any, q: Tensor, k: Tensor, v: Tensor, slots: Any, rotary: Any
+    ) -> Tensor:
+        rotary()
+        k_cache[slots], v_cache[slots] = k.view(-1, HEADS, DIM) + 1, v.view(-1, HEADS, DIM)
+        return q * 2
+
+    twin = paged(Engine(body), fuse_rope=True, strict=False)
+    twin.check(*arguments(), exact=True)
+    twin.check_pages(0)
+    graph = twin.backend.graphs[0]
+    assert graph.count("pm_test_rotary") == 1 and "rope_store_kv" not in graph and "pm_ops_trace" not in graph
+
+
+@pytest.mark.parametrize("seen", ["whole", "view"])
+def test_an_operator_whose_writes_are_seen_through_another_tensor_is_left_in_place(paged: Any, seen: str) -> None:
+    def body(
+        k_cache: Tensor, v_cache: Tensor, qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, slots: Any, rotary: Any
+    ) -> Tensor:
+        early = q.view(-1, 2 * HEADS, DIM) if seen == "view" else qkv
+        rotary()
+        k_cache[slots], v_cache[slots] = k.view(-1, HEADS, DIM), v.view(-1, HEADS, DIM)
+        return early * 2
+
+    twin = paged(Engine(body), fuse_rope=True, strict=False)
+    twin.check(*arguments(), exact=True)
+    twin.check_pages(0)
+    assert "rope_store_kv" not in twin.backend.graphs[0]
+    assert "layer 0" in twin.binding.report().unfused[0]
