@@ -33,7 +33,6 @@ class IndexRing:
         if end > len(self.rows) or any(first < end and begin < last for first, last, _ in self._used):
             self.rows = _pinned(max(2 * len(self.rows), len(pairs)))
             self._used.clear()  # transfers on their way hold the earlier memory
-            begin, end = 0, len(pairs)
         self._next = end
         self._used.append((begin, end, transfer))
         return self.rows[begin:end].copy_(pairs)

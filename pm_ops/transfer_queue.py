@@ -181,7 +181,6 @@ class TransferQueue:
             transfer.require_all()
         except BaseException as error:
             transfer.progress = None
-            self._news.pop(transfer, None)
             self._abandon(transfer, error)
             raise
 

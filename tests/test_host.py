@@ -207,6 +207,20 @@ def test_a_host_pool_goes_when_it_is_dropped_and_its_transfers_have_arrived(pool
     assert all(transfer.done() for transfer in transfers)
 
 
+def test_a_host_pool_with_a_cancelled_transfer_goes_as_well(log) -> None:
+    _, host = delayed(log, max_in_flight=PAGE)
+    saved, cancelled = host.offload([0]), host.offload([1])
+    assert cancelled.cancel()
+    saved.synchronize()
+    gone = weakref.ref(host)
+    gc.disable()
+    try:
+        del host
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_pool_without_memory_or_a_host_tier_without_pages(pool: PagePool) -> None:
     with pytest.raises(ValueError, match="no host tier"):
         HostPool(PagePool(pool.layout, 2, "meta"), 2)
@@ -219,6 +233,9 @@ def test_a_pool_without_memory_or_a_host_tier_without_pages(pool: PagePool) -> N
 def test_everything_is_refused_in_a_capture(log, monkeypatch) -> None:
     """On the current device, and on the pool's where that is another."""
     _, host = delayed(log, max_in_flight=PAGE)
+    kept = host.offload([7])
+    kept.synchronize()
+    back = host.restore(kept.pages, [6], by_layer=True)
     saved = host.offload([0, 1])
     host._out.gpu = host._in.gpu = torch.device("cuda:1")
     here = [0]
@@ -236,11 +253,11 @@ def test_everything_is_refused_in_a_capture(log, monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[0] == capturing)  # noqa: B023
         for call in (
             lambda: host.offload([4]), lambda: host.restore(saved.pages, [2, 3]), lambda: host.free(saved.pages),
-            saved.done, saved.wait, saved.synchronize, lambda: saved.arrived,
+            saved.done, saved.wait, saved.synchronize, lambda: saved.arrived, lambda: back.wait_layer(0),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match="a CUDA graph is being captured.*outside"):
                 call()
-    assert len(log) == issued and host.pool.allocator.num_free == 6
+    assert len(log) == issued and host.pool.allocator.num_free == 5
 
 
 @pytest.mark.parametrize("kind", ["fails", "is pinned"])

@@ -74,11 +74,13 @@ def test_a_restore_that_has_a_failing_offload_issued_is_refused(log) -> None:
 def test_nothing_moves_after_a_call_that_failed(issued: bool, log) -> None:
     """One step was issued before the error; or the step whose issue failed, in part."""
     pool, host = delayed(log, 3)
+    told = []
     with broken_copies(kept=1, issued=issued), pytest.raises(RuntimeError, match="device"):
-        host.offload([0, 1, 2])
+        host.offload([0, 1, 2], progress=told.append)
     assert len(host._out.stream.work) == host._out.stream.done and host.pool.allocator.num_free == 3
     saved = host.offload([5, 6, 7])
     saved.synchronize()
+    assert told == []
     before = pool.gather([5, 6, 7])
     with broken_copies(kept=1, issued=issued), pytest.raises(RuntimeError, match="device"):
         host.restore(saved.pages, [0, 1, 2])
@@ -104,3 +106,34 @@ def test_an_interrupted_issue_is_over_when_it_is_raised(log, monkeypatch) -> Non
     assert len(host._out.stream.work) == host._out.stream.done
     with pytest.raises(RuntimeError, match="failed with 1 of 2"):
         saved.done()
+
+
+def test_a_call_that_cannot_ask_what_has_arrived_leaves_nothing_queued(log, monkeypatch) -> None:
+    _, host = delayed(log, max_in_flight=PAGE)
+    host.offload([0])
+    issued, asked = len(log), iter(range(100))
+
+    def query(mark):
+        if next(asked):  # the transfer is queued by then
+            raise RuntimeError("device")
+        return False
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Mark, "query", query)
+        broken.setattr(host._out.stream, "synchronize", lambda: None)
+        with pytest.raises(RuntimeError, match="device"):
+            host.offload([1, 2])
+    host.free([])
+    host._out._moving[0][2].synchronize()
+    host.free([])
+    assert len(log) == issued and host.pool.allocator.num_free == 7
+
+
+def test_a_restore_whose_own_look_finds_that_an_offload_fails_is_refused(log) -> None:
+    pool, host = delayed(log, max_in_flight=PAGE)
+    saved = host.offload([0, 1])
+    host._out._moving[0][2].synchronize()
+    with writes_only(pool.buffer, []), broken_copies(), pytest.raises(ValueError, match="was never written"):
+        host.restore(saved.pages, [3, 4])
+    host.restore(saved.pages[:1], [3]).synchronize()
+    assert torch.equal(pool.gather([3]), pool.gather([0]))
