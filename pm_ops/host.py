@@ -53,7 +53,7 @@ class HostPool:
             ``save_pages`` take it, after :meth:`Transfer.synchronize`. Free its pages by :meth:`free`.
 
     Raises:
-        ValueError: the pool is neither on CUDA nor on the CPU.
+        ValueError: the pool is neither on CUDA nor on the CPU, or ``max_in_flight`` is less than 1.
         RuntimeError: the memory cannot be page-locked.
     """
 
@@ -87,7 +87,7 @@ class HostPool:
 
         Raises:
             RuntimeError: fewer host pages are free, a CUDA graph is being captured, or the device refuses the transfer.
-                Nothing is moved, or on its way.
+                Nothing is on its way then.
             ValueError: a page id is unknown or named twice, or ``impl`` cannot be had here.
         """
         self._settle()
