@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -29,28 +30,30 @@ class HostPool:
       what was stored, and ``restore`` overwrites nothing that is still read.
     - Work that uses restored pages, or overwrites offloaded ones, is queued after :meth:`Transfer.wait`, or when
       :meth:`Transfer.done` says so. Free pages of ``pool`` then, too, since whoever gets them will write.
-    - Transfers of one HostPool that have a page in common, on either side, follow one another by themselves.
+    - Transfers of this HostPool that have a page in common, on either side, follow one another by themselves. Those of
+      two HostPools, and of pools that overlay one buffer, do so by :meth:`Transfer.wait` alone.
     - Host pages may be freed in flight: they are not handed out before the transfer has arrived.
 
     On a CPU pool a transfer is a plain copy that has been made when the call returns.
 
-    One thread at a time may use a HostPool and its transfers: nothing here takes a lock. No thread is started either,
-    and callbacks run in the thread that calls.
+    One thread at a time may use a HostPool and its transfers: nothing here takes a lock. No thread is started either.
+    No method can be called while a CUDA graph is being captured.
 
     Args:
         pool: on CUDA or on the CPU; of any layout, base and stride.
-        num_pages: host pages, back to back. For CUDA they are page-locked until the HostPool is dropped, which waits on
-            the host for what is in flight. Locking took 0.15 s a GiB beside an H200.
-        max_in_flight: bytes that are given to the device ahead in each direction. What goes beyond that is queued, and
-            issued by later calls, :meth:`Transfer.done` included, or all at once by :meth:`Transfer.wait`. It bounds
-            how long an urgent transfer, or a cancelled one, waits for others.
+        num_pages: host pages, back to back. For CUDA they are page-locked until :meth:`close`, or until the HostPool is
+            dropped, which waits on the host for what is in flight. Locking took 0.15 s a GiB beside an H200. Drivers
+            from r580 on lock less than 512 GiB at once.
+        max_in_flight: bytes that are given to the device ahead in each direction; a page that is larger goes alone.
+            What goes beyond that is queued, and issued by later calls, :meth:`Transfer.done` included, or all at once
+            by :meth:`Transfer.wait`. It bounds how long an urgent transfer, or a cancelled one, waits for others.
 
     Attributes:
         pool: the :class:`PagePool` of the host pages, with an allocator of its own; page verbs, :class:`PageStore` and
             ``save_pages`` take it, after :meth:`Transfer.synchronize`. Free its pages by :meth:`free`.
 
     Raises:
-        ValueError: the pool is neither on CUDA nor on the CPU.
+        ValueError: the pool is neither on CUDA nor on the CPU, or ``max_in_flight`` is less than 1.
         RuntimeError: the memory cannot be page-locked.
     """
 
@@ -58,14 +61,16 @@ class HostPool:
         if pool.device.type not in ("cpu", "cuda"):
             raise ValueError(f"a pool on {pool.device} has no host tier; put it on CUDA or on the CPU")
         self.pool = PagePool(pool.layout, num_pages)
+        streams: list[torch.cuda.Stream] = []
         if pool.device.type == "cuda":
             _pin(self.pool.buffer, pool.device)
+        # Before anything else can fail; it keeps both buffers, which have to outlast what is on its way.
+        self._memory = weakref.finalize(self, _release, pool.device, streams, self.pool.buffer, pool.buffer)
         self._out = TransferQueue(pool, self.pool, max_in_flight=max_in_flight)
         self._in = TransferQueue(self.pool, pool, max_in_flight=max_in_flight)
+        streams += [queue.stream for queue in (self._out, self._in) if queue.stream is not None]
         self._active: list[Transfer] = []
         self._unwritten: set[int] = set()
-        streams = [queue.stream for queue in (self._out, self._in) if queue.stream is not None]
-        weakref.finalize(self, _release, streams, self.pool.buffer, pool.buffer)
 
     def offload(
         self, page_ids: Tensor | Sequence[int], *, impl: str = "auto", progress: Progress | None = None
@@ -75,20 +80,24 @@ class HostPool:
         Args:
             page_ids: distinct. A tensor on CUDA is read back, which waits for the device.
             impl: ``"copy"``, ``"kernel"``, or ``"auto"``: see :class:`~pm_ops.transfer_queue.TransferQueue`.
-            progress: called with the transfer when a part of it is found to have arrived, in the call that finds it.
+            progress: called with the transfer when more of it was found to have arrived, once for all that was found,
+                by ``done``, ``arrived``, ``wait``, ``wait_layer`` and ``synchronize`` of any transfer in this
+                direction, after their own work; never by a method of the HostPool. It may use the pools, begin
+                transfers and cancel them; what it raises comes out of the method that called it.
 
         Raises:
-            RuntimeError: fewer host pages are free, or a CUDA graph is being captured. Nothing is moved.
+            RuntimeError: fewer host pages are free, a CUDA graph is being captured, or the device refuses the transfer.
+                Nothing is on its way then.
             ValueError: a page id is unknown or named twice, or ``impl`` cannot be had here.
         """
+        self._settle()
         ids = checked_pages(self._out.source, page_ids, distinct=True)
         self._out.require(impl)
-        transfer = self._out.prepare(ids, self._alloc(ids), impl=impl, progress=progress)
-        transfer.pages = transfer.target_pages
+        pages = self._alloc(ids)
         try:
-            return self._submit(transfer)
+            return self._submit(self._out.prepare(ids, pages, impl=impl, progress=progress), pages)
         except BaseException:
-            self.free(transfer.pages)
+            self._give_up(pages)
             raise
 
     def restore(
@@ -111,23 +120,27 @@ class HostPool:
             impl, progress: as in :meth:`offload`.
 
         Raises:
-            ValueError: page ids are unknown, named twice, or of different numbers; a host page was never written, since
-                its offload was cancelled; the layout scatters a layer; or ``impl`` cannot be had here.
-            RuntimeError: a host page has no owner, or a CUDA graph is being captured.
+            ValueError: page ids are unknown, named twice, or of different numbers; a host page was left out by its
+                offload, and not freed and allocated again since; the layout scatters a layer; or ``impl`` cannot be had
+                here.
+            RuntimeError: a host page has no owner, a CUDA graph is being captured, or the device refuses the transfer.
+                Nothing is on its way then.
         """
+        self._settle()  # the state that is checked is the one in which the transfer begins
         sources = checked_pages(self.pool, pages)
         targets = checked_pages(self._in.target, page_ids, distinct=True)
         if len(sources) != len(targets):
             raise ValueError(f"{counted(len(sources), 'host page')} for {len(targets)} of the pool; they go in pairs")
-        self._settle()
         if self._held() or not all(map(self.pool.allocator.refcount, sources)):
             self._require_owned(dict.fromkeys(sources, 1), "restore")
         transfer = self._in.prepare(sources, targets, by_layer=by_layer, impl=impl, progress=progress)
-        transfer.pages = transfer.source_pages
         missing = self._unwritten.intersection(sources)
         if missing:
-            raise ValueError(f"host page {min(missing)} was never written: its offload was cancelled")
-        return self._submit(transfer)
+            raise ValueError(
+                f"host page {min(missing)} was never written: its offload was cancelled, or failed. To fill it in "
+                "another way, free it and take a page of host.pool.allocator"
+            )
+        return self._submit(transfer, transfer.source_pages)
 
     def free(self, pages: Tensor | Sequence[int]) -> None:
         """One owner less for each host page, like :meth:`PageAllocator.free`. Those in flight are reused after that.
@@ -136,8 +149,8 @@ class HostPool:
             ValueError: a page is unknown.
             RuntimeError: a page has no owner.
         """
-        ids = checked_pages(self.pool, pages)
         self._settle()
+        ids = checked_pages(self.pool, pages)
         if self._active:
             times = Counter(ids)
             self._require_owned(times, "free")
@@ -145,18 +158,25 @@ class HostPool:
                 more = times.keys() & set(transfer.pages) - transfer.held
                 self.pool.allocator.retain(more)
                 transfer.held |= more
-        self.pool.allocator.free(ids)
-        self._unwritten.difference_update(ids)
+        self._give_up(ids)
+
+    def close(self) -> None:
+        """Wait on the host until all transfers have arrived, and unlock the memory. Nothing can be moved after that."""
+        if self._memory.alive:
+            for transfer in self._active:
+                transfer.queue.finish(transfer)
+            self._settle()
+            self._memory()
 
     def _alloc(self, page_ids: list[int]) -> list[int]:
         """A host page for each page: in the same order, so that pages that are adjacent stay so."""
         allocator, count = self.pool.allocator, len(page_ids)
         if count > allocator.num_free:
-            self._settle()
             waiting = sum(allocator.refcount(page) == times for page, times in self._held().items())
             if count <= allocator.num_free + waiting:
-                while count > allocator.num_free and (user := next((t for t in self._active if t.held), None)):
-                    user.synchronize()
+                while count > allocator.num_free:
+                    user = next(transfer for transfer in self._active if transfer.held)
+                    user.queue.finish(user)
                     self._settle()
         free = sorted(allocator.alloc(count))
         pages = [0] * count
@@ -164,13 +184,20 @@ class HostPool:
             pages[place] = page
         return pages
 
-    def _submit(self, transfer: Transfer) -> Transfer:
-        self._settle()
+    def _submit(self, transfer: Transfer, host_pages: list[int]) -> Transfer:
+        transfer.pages = host_pages
         after = [other for other in self._active if other.queue is not transfer.queue and other.meets(transfer)]
-        transfer.keeps = self
-        self._active.append(transfer)
-        transfer.queue.submit(transfer, after)
+        if transfer.steps:
+            transfer.keeps = self
+            transfer.queue.submit(transfer, after)
+            self._active.append(transfer)
         return transfer
+
+    def _give_up(self, pages: Iterable[int]) -> None:
+        """One owner less for each page. With the last one goes what is known of its bytes."""
+        self.pool.allocator.free(pages)
+        if self._unwritten:
+            self._unwritten.difference_update(page for page in pages if not self.pool.allocator.refcount(page))
 
     def _require_owned(self, times: Mapping[int, int], verb: str) -> None:
         """Raise RuntimeError for a host page with fewer owners than this, not counting transfers."""
@@ -186,31 +213,37 @@ class HostPool:
         return Counter(page for transfer in self._active for page in transfer.held)
 
     def _settle(self) -> None:
-        """Notice what has arrived, and give up what it held."""
+        """Notice what has arrived, and give up what it held. Calls nothing of the user's."""
+        if not self._memory.alive:
+            raise RuntimeError("this HostPool was closed, and its memory is not the GPU's to reach any more")
         for queue in (self._out, self._in):
             queue.poll()
         for transfer in list(self._active):
             if transfer.cancelled and transfer.queue is self._out:
-                self._unwritten.update({transfer.pages[i] for i in transfer.left_out} - transfer.held)
+                self._unwritten.update(transfer.pages[i] for i in transfer.left_out)
             if transfer.finished:
                 self._active.remove(transfer)
-                self.pool.allocator.free(transfer.held)
+                self._give_up(transfer.held)
 
 
 def _pin(buffer: Tensor, device: torch.device) -> None:
     """Page-lock memory as it is: torch's own pinned allocations are rounded up to a power of two."""
     with torch.cuda.device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 1))  # 1: for every device
+        if error:
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)  # a launch asks for the thread's last error: this one, not the user's next
     if error:
         raise RuntimeError(
             f"{counted(buffer.numel(), 'byte')} of host memory cannot be page-locked (CUDA error {error}); take fewer "
-            "pages, or allow the process to lock more memory"
+            "pages (drivers from r580 on lock less than 512 GiB at once), or allow the process to lock more memory"
         )
 
 
-def _release(streams: list[torch.cuda.Stream], host: Tensor, other: Tensor) -> None:
+def _release(device: torch.device, streams: list[torch.cuda.Stream], host: Tensor, other: Tensor) -> None:
     """Give memory back when nothing is on its way any more."""
     for stream in streams:
         stream.synchronize()
-    if streams:
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())

@@ -14,7 +14,7 @@ class IndexRing:
     """Room for pairs of page ids, used round and round, so that handing ids to a kernel waits for nothing.
 
     Args:
-        rows: int64 ``[n, 2]``, pinned; default 65,536 pairs, 1 MiB. Replaced where a transfer has more.
+        rows: int64 ``[n, 2]``, pinned; default 65,536 pairs, 1 MiB. Replaced by more where that is too little.
     """
 
     def __init__(self, rows: Tensor | None = None) -> None:
@@ -23,24 +23,16 @@ class IndexRing:
         self._used: deque[tuple[int, int, Transfer]] = deque()
 
     def put(self, transfer: Transfer) -> Tensor:
-        """A copy of a transfer's pairs that lasts until it has arrived.
-
-        Waits on the host for earlier transfers, all of which have been issued, where theirs fill the ring.
-        """
+        """A copy of a transfer's pairs, which lasts as long as the transfer has it."""
         pairs = transfer.pairs
         assert pairs is not None
         while self._used and self._used[0][2].finished:
             self._used.popleft()
-        if len(pairs) > len(self.rows):
-            self.rows = _pinned(len(pairs))
-            self._used.clear()  # transfers on their way hold the earlier memory
-            self._next = 0
         begin = self._next if self._next + len(pairs) <= len(self.rows) else 0
         end = begin + len(pairs)
-        while any(first < end and begin < last for first, last, _ in self._used):
-            earlier = self._used.popleft()[2]
-            if earlier.last is not None:
-                earlier.last.synchronize()
+        if end > len(self.rows) or any(first < end and begin < last for first, last, _ in self._used):
+            self.rows = _pinned(max(2 * len(self.rows), len(pairs)))
+            self._used.clear()  # transfers on their way hold the earlier memory
         self._next = end
         self._used.append((begin, end, transfer))
         return self.rows[begin:end].copy_(pairs)

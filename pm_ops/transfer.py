@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 class Transfer:
     """Pages on their way; made by :meth:`pm_ops.HostPool.offload` and ``restore``. It keeps its pools alive.
 
+    Where the device refuses a part of it, the rest of it is left out, and so are queued transfers that were to read
+    that; each says so, whenever it is waited for or asked whether it is done. No method can be called while a CUDA
+    graph is being captured.
+
     Attributes:
         source_pages, target_pages: page ids, in the order in which they were named.
         pages: those of the two that are in the host pool.
         impl: what moves them, ``"copy"`` or ``"kernel"``.
         nbytes, bytes_arrived: of all pages, and how much of it is known to have arrived.
-        cancelled: whether :meth:`cancel` left something out.
-        keeps: what has to live as long as this.
+        cancelled: whether :meth:`cancel`, or an error, left something out.
+        error: what the device, or the host on its behalf, raised when a part of it was to be moved; else None.
+        keeps: what has to live until this has arrived.
         held: host pages that were freed in flight, which this is the last to own.
     """
 
@@ -39,6 +44,7 @@ class Transfer:
         self.impl: Impl = "copy"
         self.nbytes = self.bytes_arrived = 0
         self.cancelled = False
+        self.error: BaseException | None = None
         self.keeps: object = None
         self.held: set[int] = set()
         # The rest is the queue's.
@@ -54,9 +60,9 @@ class Transfer:
         self.runs: Runs | None = None  # the part's
         self.pairs: Tensor | None = None
         self.begun = False
-        self.start: list[torch.cuda.Event] = []
+        self.start: torch.cuda.Event | None = None
         self.after: list[Transfer] = []
-        self.readers: list[Transfer] = []
+        self.readers: list[Transfer] = []  # queued ones, while something of this is
         self.last: torch.cuda.Event | None = None  # None on the CPU, where what was issued has arrived
         self.layers: dict[int, torch.cuda.Event | None] = {}  # those of which everything was issued
 
@@ -66,18 +72,19 @@ class Transfer:
         What is queued of it is issued now, whatever ``max_in_flight`` is. On the CPU nothing is left to wait for.
 
         Raises:
-            RuntimeError: pages were left out, by :meth:`cancel`.
+            RuntimeError: pages were left out, by :meth:`cancel` or after an error.
         """
-        self._require_all()
         self.queue.poll(lambda: bool(self.steps))
+        self.require_all()
         self.queue.hold_current_stream(self.last)
+        self.queue.tell()
 
     def wait_layer(self, layer: int) -> None:
         """Like :meth:`wait`, but for one layer's bytes in all pages; of a transfer that was made ``by_layer``.
 
         Raises:
             ValueError: it was not, or the layout has no such layer.
-            RuntimeError: this layer was left out, by :meth:`cancel`.
+            RuntimeError: this layer was left out, by :meth:`cancel` or after an error.
         """
         layers = self.queue.source.layout.layers
         if layer not in layers:
@@ -85,22 +92,32 @@ class Transfer:
         if not self.by_layer:
             raise ValueError("these pages are moved as a whole; restore(..., by_layer=True) them, or wait()")
         if self.source_pages and layer not in self.layers:
-            self._require_all()
             self.queue.poll(lambda: bool(self.steps) and layer not in self.layers)
+            if layer not in self.layers:
+                self.require_all()
         self.queue.hold_current_stream(self.layers.get(layer))
+        self.queue.tell()
 
     def synchronize(self) -> None:
         """Wait on the host until nothing of it moves any more: all has arrived, or what was issued before a cancel.
 
         The CPU may look at the pages after that. ``max_in_flight`` holds, and ``progress`` is told, all the while.
+
+        Raises:
+            RuntimeError: pages were left out after an error.
         """
         while not self.done():
             self.queue.wait_for_step()
 
     def done(self) -> bool:
-        """Whether nothing of it moves any more, as after :meth:`synchronize`. Waits for nothing; issues what may be."""
-        if not self.finished:
-            self.queue.poll()
+        """Whether nothing of it moves any more, as after :meth:`synchronize`. Waits for nothing; issues what may be.
+
+        Raises:
+            RuntimeError: pages were left out after an error.
+        """
+        self._look()
+        if self.error is not None:
+            self.require_all()
         return self.finished
 
     def cancel(self) -> bool:
@@ -127,12 +144,12 @@ class Transfer:
     @property
     def arrived(self) -> list[int]:
         """Positions, ascending, in the lists of pages: those that are known to have arrived as a whole."""
-        self.done()
+        self._look()
         return sorted(self.order[: self.whole])
 
     @property
     def left_out(self) -> list[int]:
-        """Positions, ascending, of the pages that :meth:`cancel` left out, or of which it left something out."""
+        """Positions, ascending, of the pages that were left out, or of which something was."""
         return sorted(self.order[self.issued :]) if self.cancelled else []
 
     @cached_property
@@ -150,12 +167,22 @@ class Transfer:
         (source, ours), (target, theirs) = self.touched[0], other.touched[1]
         return source is target and not ours.isdisjoint(theirs)
 
-    def _require_all(self) -> None:
+    def require_all(self) -> None:
+        """Raise RuntimeError where something was left out."""
+        issued = f"with {self.issued} of {counted(len(self.order), 'page')} issued, and the others never arrive"
+        if self.error is not None:
+            raise RuntimeError(f"this transfer failed {issued}: {self.error}") from self.error
         if self.cancelled:
             raise RuntimeError(
-                f"this transfer was cancelled with {self.issued} of {counted(len(self.order), 'page')} issued, and the "
-                "others never arrive: see arrived, and synchronize() before the pages are used or freed"
+                f"this transfer was cancelled {issued}: see arrived, and synchronize() before the pages are used or "
+                "freed"
             )
+
+    def _look(self) -> None:
+        """Notice what has arrived, and tell of it."""
+        if not self.finished:
+            self.queue.poll()
+        self.queue.tell()
 
     def __repr__(self) -> str:
         size = f"{counted(len(self.source_pages), 'page')}, {self.bytes_arrived} of {self.nbytes} B arrived"

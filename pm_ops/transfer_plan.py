@@ -19,7 +19,7 @@ KERNEL_BELOW = 128 << 10
 has the measurements."""
 STEP_LEAST, STEP_MOST = 4 << 20, 64 << 20
 """Bytes that are given to the device at once. Copies begin with the least: the driver starts none before it has all."""
-_LAYER_RUNS = 3  # of a page: K and V, and the scales of each
+_LAYER_RUNS = 4  # of a page: K, V, and the scales of each
 
 Impl = Literal["copy", "kernel"]
 
@@ -90,6 +90,7 @@ def plan_transfer(
     *,
     by_layer: bool,
     impl: Impl | None,
+    most: int,
 ) -> TransferPlan:
     """Cut a transfer into steps. Whole pages that are adjacent on both sides are copied as one run.
 
@@ -98,6 +99,7 @@ def plan_transfer(
     Args:
         source_pages, target_pages: at least one.
         impl: None takes the kernel for short runs.
+        most: bytes of a step, unless a page alone has more.
     """
     count, parts, page_bytes = len(source_pages), parts_of(source.layout, by_layer), source.layout.page_bytes
     order = sorted(range(count), key=source_pages.__getitem__)
@@ -109,7 +111,7 @@ def plan_transfer(
     if impl is None:
         mean = sum(part.nbytes for part in parts) * count / (len(firsts) * len(parts))
         impl = "kernel" if mean < KERNEL_BELOW else "copy"
-    ends = _ends(count, max(part.nbytes for part in parts), STEP_LEAST if impl == "copy" else STEP_MOST)
+    ends = _ends(count, max(part.nbytes for part in parts), STEP_LEAST if impl == "copy" else STEP_MOST, most)
     cuts, pages = [0, *ends], (_int64(ours), _int64(theirs))
     runs = None
     if impl == "copy":
@@ -129,12 +131,13 @@ def plan_transfer(
     return TransferPlan(impl, order, pages, runs, steps)
 
 
-def _ends(count: int, page_bytes: int, first: int) -> list[int]:
+def _ends(count: int, page_bytes: int, first: int, most: int) -> list[int]:
     """Where the pages are cut into steps: the first of so many bytes, each later one twice as many up to the most."""
-    ends, size = [0], first
+    ends, most = [0], min(most, STEP_MOST)
+    size = min(first, most)
     while ends[-1] < count:
         ends.append(min(ends[-1] + max(size // page_bytes, 1), count))
-        size = min(2 * size, STEP_MOST)
+        size = min(2 * size, most)
     return ends[1:]
 
 

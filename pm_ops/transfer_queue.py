@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .capture import refuse_capture
 from .copy_engine import Runs, copy_runs
 from .index_ring import IndexRing
 from .ops._common import kernel
@@ -49,8 +50,8 @@ class TransferQueue:
 
     - ``"copy"``: the GPU's copy engines, which leave all multiprocessors to the model. 0.5 to 1 µs of host time a run.
     - ``"kernel"``: a kernel of 32 programs that reads and writes the host's memory itself, for a GPU and pinned memory.
-      One launch, whatever the number of pages, whose ids it reads from a ring of pinned memory: 1 MiB, or what the
-      largest transfer needs. A transfer that finds it full waits on the host for earlier ones.
+      One launch, whatever the number of pages, whose ids it reads from a ring of pinned memory: 1 MiB, or more where
+      more ids are in flight.
     - ``"auto"``: the kernel where runs are shorter than 128 KiB on average.
 
     256 scattered pages to and from the host, in GB/s, on an H200 whose pinned copies reach 54.6 and 55.1:
@@ -71,12 +72,13 @@ class TransferQueue:
     copies pending, which is 1 GiB in runs of 64 KiB, the driver makes it wait.
 
     Args:
-        source, target: on the CPU, or on CUDA; where one is on CUDA, the other's memory has to be pinned.
-        max_in_flight: bytes that may have been issued and not arrived. More is queued, and issued by later calls: of
-            ``submit``, or of any method of a transfer, ``done`` included. So no call waits on the host for others.
+        source, target: one on the CPU, the other there, too, or on CUDA; then the CPU's memory has to be pinned.
+        max_in_flight: bytes that may have been issued and not arrived; a page that is larger goes alone. More is
+            queued, and issued by later calls: of ``submit``, or of any method of a transfer, ``done`` included. So no
+            call waits on the host for others.
 
     Raises:
-        ValueError: the layouts differ, or the host's memory is not pinned.
+        ValueError: the layouts differ, neither pool is on the CPU, or the host's memory is not pinned.
     """
 
     def __init__(self, source: PagePool, target: PagePool, *, max_in_flight: int = 1 << 30) -> None:
@@ -92,18 +94,20 @@ class TransferQueue:
         self.in_flight = 0
         self._queued: deque[Transfer] = deque()
         self._moving: deque[tuple[Transfer, Step, torch.cuda.Event | None]] = deque()
-        pools = (source, target)
-        self._gpus = list(dict.fromkeys(pool.device for pool in pools if pool.device.type == "cuda"))
-        self.stream = torch.cuda.Stream(self._gpus[0]) if self._gpus else None
-        for pool in pools:
-            if pool.device.type not in ("cpu", "cuda"):
-                raise ValueError(f"a pool on {pool.device}; pages move between pools on the CPU and on CUDA")
-            if self._gpus and pool.device.type == "cpu" and not pool.buffer.is_pinned():
-                raise ValueError(
-                    "the host's memory is not pinned, so that the GPU cannot reach it; use pm_ops.HostPool"
-                )
+        self._news: dict[Transfer, None] = {}  # of which more was found to have arrived, and progress is to be told
+        types = sorted(pool.device.type for pool in (source, target))
+        if types not in (["cpu", "cpu"], ["cpu", "cuda"]):
+            raise ValueError(
+                f"pages move between the CPU and CUDA, or on the CPU, not from {source.device} to {target.device}; "
+                "from one GPU to another pm_ops.RepackPlan moves them"
+            )
         self._out = source.device.type == "cuda"
-        self._ring = IndexRing() if {pool.device.type for pool in pools} == {"cpu", "cuda"} else None
+        near, far = (source, target) if self._out else (target, source)
+        self.gpu = near.device if near.device.type == "cuda" else None
+        if self.gpu is not None and not far.buffer.is_pinned():
+            raise ValueError("the host's memory is not pinned, so that the GPU cannot reach it; use pm_ops.HostPool")
+        self.stream = torch.cuda.Stream(self.gpu) if self.gpu is not None else None
+        self._ring = IndexRing() if self.gpu is not None else None
         """For the kernel, where that can be used."""
 
     def prepare(
@@ -123,11 +127,10 @@ class TransferQueue:
             by_layer: layer after layer instead of page after page, for :meth:`Transfer.wait_layer`; padding is not
                 moved.
             impl: ``"copy"``, ``"kernel"``, or ``"auto"``.
-            progress: called with the transfer when a step of it is found to have arrived, by whatever call finds it.
+            progress: for :meth:`tell`.
 
         Raises:
             ValueError: ``impl`` cannot be had here, or the layout scatters a layer's bytes over the page.
-            RuntimeError: a CUDA graph is being captured.
         """
         self.require(impl)
         transfer = Transfer(self, source_pages, target_pages)
@@ -139,7 +142,8 @@ class TransferQueue:
         if impl == "auto" and self._ring is not None:
             chosen = None
         pages = transfer.source_pages, transfer.target_pages
-        plan = plan_transfer(self.source, self.target, *pages, by_layer=by_layer, impl=chosen)
+        most = self.max_in_flight // 2  # so that the device has one step to do while it is given the next
+        plan = plan_transfer(self.source, self.target, *pages, by_layer=by_layer, impl=chosen, most=most)
         transfer.impl, transfer.order, transfer.page_runs, transfer.steps = plan.impl, plan.order, plan.runs, plan.steps
         transfer.nbytes = sum(step.nbytes for step in plan.steps)
         if plan.impl == "kernel":
@@ -147,48 +151,68 @@ class TransferQueue:
         return transfer
 
     def require(self, impl: str) -> None:
-        """Refuse an implementation that cannot be had, and a CUDA graph, as :meth:`prepare` does."""
+        """Refuse an implementation that cannot be had, as :meth:`prepare` does."""
         if impl not in ("auto", "copy", "kernel"):
             raise ValueError(f'impl={impl!r}: give "auto", "copy" or "kernel"')
         if impl == "kernel" and self._ring is None:
             where = f"{self.source.device} to {self.target.device}"
             raise ValueError(f'impl="kernel" is for a GPU and pinned host memory, not from {where}; use "copy"')
-        if self._gpus and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a transfer cannot be part of a CUDA graph, since the host issues it; call it outside")
 
     def submit(self, transfer: Transfer, after: Sequence[Transfer] = ()) -> None:
-        """Begin a transfer after the work that is queued on the current streams of the pools' devices.
-
-        An exception, of a progress callback too, leaves what has not been issued out.
+        """Begin a transfer after the work that is queued on the GPU's current stream.
 
         Args:
             after: transfers of other queues that come first.
+
+        Raises:
+            RuntimeError: it cannot be moved; nothing of it moves then, nor will.
         """
         if not transfer.steps:
             return
-        transfer.start = [torch.cuda.current_stream(gpu).record_event() for gpu in self._gpus]
+        self._refuse_capture()
+        transfer.start = torch.cuda.current_stream(self.gpu).record_event() if self.gpu is not None else None
         transfer.after = [earlier for earlier in after if not earlier.finished]
         for earlier in transfer.after:
-            if transfer.reads_from(earlier):
+            if earlier.steps and transfer.reads_from(earlier):
                 earlier.readers.append(transfer)
         self._queued.append(transfer)
         try:
             self.poll()
-        except BaseException:
+            transfer.require_all()
+        except BaseException as error:
             transfer.progress = None
-            if transfer.steps:
-                self.drop(transfer)
+            self._abandon(transfer, error)
             raise
 
     def poll(self, needed: Callable[[], bool] = lambda: False) -> None:
         """Notice what has arrived, and issue what may be in flight; and, while ``needed()``, what may not.
 
         What arrives meanwhile makes no room, or the host could be held by one call as long as the device by the work.
+        Calls nothing of the user's; and an error is not raised but kept by the transfer that it befell.
         """
+        self._refuse_capture()
         self._notice()
         while self._push(needed):
             if self.stream is None:
                 self._notice()
+
+    def tell(self) -> None:
+        """Call ``progress`` of each transfer of which :meth:`poll` has found more to have arrived since it was called.
+
+        The last thing that a method of a transfer does, since a callback may do anything that its caller may.
+        """
+        while self._news:
+            transfer = next(iter(self._news))
+            del self._news[transfer]
+            if transfer.progress is not None:
+                transfer.progress(transfer)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait on the host until nothing of a transfer moves any more."""
+        self.poll()
+        while not transfer.finished:
+            self.wait_for_step()
+            self.poll()
 
     def wait_for_step(self) -> None:
         """Wait on the host for the earliest step on its way."""
@@ -200,21 +224,30 @@ class TransferQueue:
         while transfer.steps:
             self._push(lambda: True)
 
-    def drop(self, transfer: Transfer) -> None:
-        """Issue no more of a transfer, of which something is left."""
-        transfer.steps.clear()
-        transfer.after.clear()
-        transfer.cancelled = True
-        self._queued.remove(transfer)
+    def drop(self, transfer: Transfer, error: BaseException | None = None) -> None:
+        """Issue no more of a transfer, nor of those that are queued and read what it was to write."""
+        if transfer.steps:
+            transfer.steps.clear()
+            transfer.after.clear()
+            transfer.cancelled, transfer.error = True, error
+            self._queued.remove(transfer)
+            self._let_go(transfer)
+            for reader in transfer.readers:
+                reader.queue.drop(reader, error)
+            transfer.readers.clear()
 
     def hold_current_stream(self, mark: torch.cuda.Event | None) -> None:
-        """The current stream of each GPU waits for the mark."""
-        if mark is not None:
-            for gpu in self._gpus:
-                torch.cuda.current_stream(gpu).wait_event(mark)
+        """The GPU's current stream waits for the mark."""
+        if mark is not None and self.gpu is not None:
+            self._refuse_capture()
+            torch.cuda.current_stream(self.gpu).wait_event(mark)
+
+    def _refuse_capture(self) -> None:
+        if self.gpu is not None:
+            refuse_capture("the host issues transfers, and asks what has arrived; do so outside", self.gpu)
 
     def _push(self, needed: Callable[[], bool]) -> bool:
-        """Issue the next step, if it may be in flight or is needed; whether it was. Calls nothing of the user's."""
+        """Issue the next step, if it may be in flight or is needed; whether anything changed."""
         if not self._queued:
             return False
         transfer = self._queued[0]
@@ -224,21 +257,29 @@ class TransferQueue:
         try:
             if not transfer.begun:
                 self._begin(transfer)
-            self._issue(transfer, step)
-        except BaseException:
-            self.drop(transfer)  # or it would stand in the way of all others
-            raise
+            if transfer.steps:  # else one that it reads has failed
+                self._issue(transfer, step)
+        except BaseException as error:
+            self._abandon(transfer, error)  # or it would stand in the way of all others
+            if not isinstance(error, Exception):
+                raise
         return True
+
+    def _abandon(self, transfer: Transfer, error: BaseException) -> None:
+        """Drop a transfer, and wait for what the device may have been given of it without a mark behind."""
+        self.drop(transfer, error)
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def _begin(self, transfer: Transfer) -> None:
         """Have the stream wait for what comes before a transfer."""
         for earlier in transfer.after:
             earlier.queue.issue(earlier)
         if self.stream is not None:
-            for mark in (*transfer.start, *(earlier.last for earlier in transfer.after)):
+            for mark in (transfer.start, *(earlier.last for earlier in transfer.after)):
                 if mark is not None:
                     self.stream.wait_event(mark)
-        transfer.start.clear()
+        transfer.start = None
         transfer.after.clear()
         if transfer.pairs is not None and self._ring is not None:
             transfer.pairs = self._ring.put(transfer)
@@ -250,6 +291,7 @@ class TransferQueue:
         transfer.steps.popleft()
         if not transfer.steps:
             self._queued.popleft()
+            transfer.readers.clear()
         transfer.last = mark
         transfer.issued = max(transfer.issued, step.whole)
         layer = step.part.layer
@@ -270,7 +312,13 @@ class TransferQueue:
             transfer.whole = max(transfer.whole, step.whole)
             transfer.bytes_arrived += step.nbytes
             if transfer.progress is not None:
-                transfer.progress(transfer)
+                self._news[transfer] = None
+            self._let_go(transfer)
+
+    @staticmethod
+    def _let_go(transfer: Transfer) -> None:
+        if transfer.finished:
+            transfer.keeps = None
 
     def _move(self, transfer: Transfer, step: Step) -> None:
         part = step.part

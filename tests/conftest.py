@@ -1,6 +1,7 @@
 """Set-up that every test needs: the Triton interpreter where there is no GPU, and a fixed seed."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -22,3 +23,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a ``delayed`` pool issues: ("copy", stream) and ("wait", the stream waited for). A step is a page."""
+    from delayed import PAGE
+
+    from pm_ops import transfer_plan, transfer_queue
+    from pm_ops.copy_engine import copy_runs
+
+    found: list[Any] = []
+
+    def later(*args: Any) -> None:
+        *what, stream = args
+        found.append(("copy", stream))
+        stream.work.append(lambda: copy_runs(*what, None))
+
+    monkeypatch.setattr(transfer_queue, "copy_runs", later)
+    monkeypatch.setattr(transfer_plan, "STEP_LEAST", PAGE)
+    monkeypatch.setattr(transfer_plan, "STEP_MOST", PAGE)
+    return found

@@ -1,19 +1,25 @@
 """HostPool on the CPU against byte oracles: what arrives, what stays as it was, what is refused before a byte moves."""
 
+import gc
+import weakref
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
+from delayed import LAYOUT, PAGE, delayed
 from pages import LAYOUTS, packed_pool, spaced_pool
 from test_descriptors import layer_bytes
 
 import pm_ops
-from pm_ops import HostPool, PageLayout, PagePool
+from pm_ops import HostPool, PageLayout, PagePool, transfer_queue
 from pm_ops.testing import fill_random, page_bytes, writes_only
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 every_pool = pytest.mark.parametrize("make", [packed_pool, spaced_pool])
 PAGES = [4, 5, 6, 0, 2, 1]
 THERE = [7, 0, 1, 2, 3, 6]
-SCATTERED = {"token_major": 4, "fp8 with scales by token": 6, "states": 5}
+SCATTERED = {"fp8 with scales by token": 6, "states": 5}
 """In how many places of a page the bytes of the first scattered layer are."""
 
 
@@ -69,6 +75,19 @@ def test_restore_by_layer_moves_the_data_of_every_layer_and_no_padding(make, nam
     for page, bytes_there in zip(PAGES, owned, strict=True):
         assert torch.equal(pool.buffer[bytes_there], before[layer_bytes(pool, page, layout.layers)])
     assert back.nbytes == back.bytes_arrived == sum(map(len, owned)) and back.arrived == list(range(6))
+
+
+def test_keys_values_and_their_scales_may_lie_apart() -> None:
+    layout = pm_ops.page_major(2, 1, 64, 1, torch.float8_e4m3fn, scales=True, align=128)
+    assert [len(layout.layer_runs([layer])) for layer in layout.layers] == [4, 4]
+    pool = packed_pool(layout, 8)
+    host = host_of(pool)
+    saved = host.offload([3, 5])
+    owned = [layer_bytes(pool, page, layout.layers) for page in (3, 5, 0, 7)]
+    before = pool.buffer.clone()
+    with writes_only(pool.buffer, owned[2] + owned[3]):
+        host.restore(saved.pages, [0, 7], by_layer=True).wait_layer(1)
+    assert torch.equal(pool.buffer[owned[2] + owned[3]], before[owned[0] + owned[1]])
 
 
 def test_pages_that_are_adjacent_in_the_pool_stay_adjacent(pool: PagePool) -> None:
@@ -163,6 +182,45 @@ def test_waiting_for_a_layer_that_is_not_there_or_not_apart(pool: PagePool) -> N
         host.restore(saved.pages, [1], by_layer=True).wait_layer(3)
 
 
+def test_a_closed_host_pool_moves_nothing(pool: PagePool) -> None:
+    host = host_of(pool)
+    saved = host.offload([3, 5])
+    for _ in range(2):
+        host.close()
+    assert saved.done() and torch.equal(host.pool.gather(saved.pages), pool.gather([3, 5]))
+    for call in (lambda: host.offload([0]), lambda: host.restore(saved.pages, [0, 1]), lambda: host.free(saved.pages)):
+        with writes_only(pool.buffer, []), pytest.raises(RuntimeError, match="was closed"):
+            call()
+
+
+def test_a_host_pool_goes_when_it_is_dropped_and_its_transfers_have_arrived(pool: PagePool) -> None:
+    host = host_of(pool)
+    transfers = [host.offload([3, 5]), host.offload([])]
+    transfers.append(host.restore(transfers[0].pages, [1, 2]))
+    gone = weakref.ref(host)
+    gc.disable()  # which would find a cycle, some day
+    try:
+        del host
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert all(transfer.done() for transfer in transfers)
+
+
+def test_a_host_pool_with_a_cancelled_transfer_goes_as_well(log) -> None:
+    _, host = delayed(log, max_in_flight=PAGE)
+    saved, cancelled = host.offload([0]), host.offload([1])
+    assert cancelled.cancel()
+    saved.synchronize()
+    gone = weakref.ref(host)
+    gc.disable()
+    try:
+        del host
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_pool_without_memory_or_a_host_tier_without_pages(pool: PagePool) -> None:
     with pytest.raises(ValueError, match="no host tier"):
         HostPool(PagePool(pool.layout, 2, "meta"), 2)
@@ -170,3 +228,71 @@ def test_a_pool_without_memory_or_a_host_tier_without_pages(pool: PagePool) -> N
         HostPool(pool, 0)
     with pytest.raises(ValueError, match="max_in_flight=0"):
         HostPool(pool, 1, max_in_flight=0)
+
+
+def test_everything_is_refused_in_a_capture(log, monkeypatch) -> None:
+    """On the current device, and on the pool's where that is another."""
+    _, host = delayed(log, max_in_flight=PAGE)
+    kept = host.offload([7])
+    kept.synchronize()
+    back = host.restore(kept.pages, [6], by_layer=True)
+    saved = host.offload([0, 1])
+    host._out.gpu = host._in.gpu = torch.device("cuda:1")
+    here = [0]
+
+    @contextmanager
+    def device(other):
+        before, here[0] = here[0], other.index
+        yield
+        here[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    issued = len(log)
+    for capturing in (0, 1):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[0] == capturing)  # noqa: B023
+        for call in (
+            lambda: host.offload([4]), lambda: host.restore(saved.pages, [2, 3]), lambda: host.free(saved.pages),
+            saved.done, saved.wait, saved.synchronize, lambda: saved.arrived, lambda: back.wait_layer(0),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="a CUDA graph is being captured.*outside"):
+                call()
+    assert len(log) == issued and host.pool.allocator.num_free == 5
+
+
+@pytest.mark.parametrize("kind", ["fails", "is pinned"])
+def test_memory_is_unlocked_when_a_host_pool_cannot_be_made(kind: str, monkeypatch) -> None:
+    """Or the next registration of that address would fail. And an error of CUDA is not left to the next launch."""
+    calls = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *a: calls.append("lock") or (2 if kind == "fails" else 0),
+        cudaHostUnregister=lambda *a: calls.append("unlock"),
+    )
+    pool = packed_pool(LAYOUT, 4)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(calls.append(str(device))))
+    monkeypatch.setattr(torch, "ones", lambda *a, **k: (_ for _ in ()).throw(RuntimeError(calls.append("drain"))))
+    monkeypatch.setattr(PagePool, "device", property(lambda self: torch.device("cuda:1" if self is pool else "cpu")))
+    error, message, expected = {
+        "fails": (RuntimeError, "cannot be page-locked.*512 GiB at once", ["cuda:1", "lock", "drain"]),
+        "is pinned": (ValueError, "max_in_flight=0", ["cuda:1", "lock", "cuda:1", "unlock"]),
+    }[kind]
+    with pytest.raises(error, match=message):
+        HostPool(pool, 4, max_in_flight=0)
+    gc.collect()
+    assert calls == expected
+
+
+def test_close_waits_for_what_is_queued(log) -> None:
+    pool, host = delayed(log, max_in_flight=PAGE)
+    saved = host.offload([0, 1, 2])
+    host.close()
+    assert saved.finished and torch.equal(host.pool.gather(saved.pages), pool.gather([0, 1, 2]))
+
+
+def test_a_call_that_cannot_be_prepared_gives_its_host_pages_back(log, monkeypatch) -> None:
+    _, host = delayed(log)
+    monkeypatch.setattr(transfer_queue, "plan_transfer", lambda *a, **k: (_ for _ in ()).throw(MemoryError("host")))
+    with pytest.raises(MemoryError):
+        host.offload([0, 1])
+    assert host.pool.allocator.num_free == 8

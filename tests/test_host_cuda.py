@@ -12,6 +12,7 @@ import torch
 
 import pm_ops
 from pm_ops import HostPool, PagePool, copy_engine, transfer_plan
+from pm_ops import host as host_module
 from pm_ops.index_ring import IndexRing
 from pm_ops.testing import fill_random
 
@@ -288,7 +289,7 @@ def test_calls_and_polls_do_not_wait_on_the_host(monkeypatch):
     assert not saved.done() and host._out.in_flight == 4 * LAYOUT.page_bytes and not end.query()
     while not saved.done():
         pass
-    assert seen == [LAYOUT.page_bytes * (i + 1) for i in range(32)]
+    assert seen == sorted(set(seen)) and seen[-1] == 32 * LAYOUT.page_bytes and len(seen) > 1
     assert torch.equal(host.pool.gather(saved.pages), pool.gather(range(32)).cpu())
     torch.cuda.synchronize()
     delay(ms=100)
@@ -318,10 +319,18 @@ def test_cancel_leaves_out_what_was_not_issued(monkeypatch):
 def test_a_capture_is_refused_and_a_wait_on_another_stream_works():
     pool, side = random_pool(), torch.cuda.Stream()
     host = HostPool(pool, 64)
-    with pytest.raises(RuntimeError, match="cannot be part of a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        host.offload([0])
-    assert host.pool.allocator.num_free == 64
     saved = host.offload(range(20))
+    graph, rows = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        for call in (
+            lambda: host.offload([0]), lambda: host.restore(saved.pages[:1], [63]), lambda: host.free(saved.pages[:1]),
+            lambda: saved.done() and saved.wait(), saved.wait,
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
+                call()
+        rows += 1  # the capture goes on
+    graph.replay()
+    assert rows.tolist() == [1] * 8 and host.pool.allocator.num_free == 44
     delay(host._in.stream)
     back = host.restore(saved.pages, range(40, 60))
     with torch.cuda.stream(side):
@@ -329,6 +338,32 @@ def test_a_capture_is_refused_and_a_wait_on_another_stream_works():
         rows = pool.gather(torch.arange(40, 60, device="cuda"))
     side.synchronize()
     assert torch.equal(rows.cpu(), host.pool.gather(saved.pages))
+
+
+def test_an_error_of_locking_is_not_left_to_the_next_launch():
+    pool = random_pool(4)
+    host = HostPool(pool, 4)
+    with pytest.raises(RuntimeError, match="cannot be page-locked"):
+        host_module._pin(host.pool.buffer, pool.device)  # a second time
+    torch.ones(1, device="cuda")
+    host.offload([0, 1]).synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@every_impl
+def test_a_pool_on_another_gpu_than_the_current_one(impl):
+    pool = PagePool(LAYOUT, 64, "cuda:1")
+    fill_random(pool.buffer)
+    before = pool.gather(torch.arange(20, device="cuda:1")).cpu()
+    host = HostPool(pool, 64)
+    with torch.cuda.device("cuda:0"):
+        delay(host._out.stream)
+        saved = host.offload(range(20), impl=impl)
+        back = host.restore(saved.pages, range(40, 60), by_layer=True, impl=impl)
+        back.wait_layer(LAYOUT.layers[-1])
+        back.wait()
+        assert torch.cuda.current_device() == 0
+    assert torch.equal(pool.gather(torch.arange(40, 60, device="cuda:1")).cpu(), before)
 
 
 def test_memory_that_was_not_pinned_is_refused():

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..capture import refuse_capture
+
 
 @contextmanager
 def writes_to(here: torch.device, there: torch.device) -> Iterator[None]:
@@ -17,11 +19,12 @@ def writes_to(here: torch.device, there: torch.device) -> Iterator[None]:
     for it: as for a copy between the two. Where ``here`` is ``there`` that is so anyway, and nothing is done.
 
     Raises:
-        RuntimeError: ``here`` has no access to the memory of ``there``.
+        RuntimeError: ``here`` has no access to the memory of ``there``, or a CUDA graph is being captured.
     """
     if here == there:
         yield
         return
+    refuse_capture("a graph is of one device, and this writes another's memory; call it outside", here, there)
     _give_access(here, there)
     ours, theirs = torch.cuda.current_stream(here), torch.cuda.current_stream(there)
     ours.wait_stream(theirs)

@@ -1,0 +1,71 @@
+"""A HostPool whose streams do their work, in order, when the test says so."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pages import LAYOUTS, packed_pool
+
+from pm_ops import HostPool, PagePool, transfer_queue
+from pm_ops.testing import fill_random
+
+LAYOUT = LAYOUTS["page_major"]
+PAGE = LAYOUT.page_bytes
+
+
+class Stream:
+    """Carries work out, in order, when a mark behind it is reached, not when it is given."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+        self.work: list[Callable[[], None]] = []
+        self.done = 0
+
+    def record_event(self) -> "Mark":
+        return Mark(self, len(self.work))
+
+    def wait_event(self, mark: "Mark") -> None:
+        self.log.append(("wait", mark.stream))
+        self.work.append(mark.synchronize)
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class Mark:
+    def __init__(self, stream: Stream, position: int) -> None:
+        self.stream, self.position = stream, position
+
+    def query(self) -> bool:
+        return self.stream.done >= self.position
+
+    def synchronize(self) -> None:
+        while not self.query():
+            self.stream.work[self.stream.done]()
+            self.stream.done += 1
+
+
+def delayed(log: list[Any], num_pages: int = 8, **options: Any) -> tuple[PagePool, HostPool]:
+    pool = packed_pool(LAYOUT, 8)
+    host = HostPool(pool, num_pages, **options)
+    fill_random(host.pool.buffer, 9)
+    host._out.stream, host._in.stream = Stream(log), Stream(log)
+    return pool, host
+
+
+@contextmanager
+def broken_copies(kept: int = 0, issued: bool = False) -> Iterator[None]:
+    """One step fails, after so many others; before its copies are given to the device, or after that."""
+    good, steps = transfer_queue.copy_runs, iter(range(100))
+
+    def copy_runs(*args):
+        fails = next(steps) == kept
+        if issued or not fails:
+            good(*args)
+        if fails:
+            raise RuntimeError("device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer_queue, "copy_runs", copy_runs)
+        yield
