@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .layout import PageLayout, PageRun, counted
+from .ops._common import require_indices
 from .pool import PagePool
 
 
@@ -121,8 +123,8 @@ def count_layer_major(pool: PagePool, pages: Tensor | Sequence[int], layers: Ite
 
 
 def checked_pages(pool: PagePool, pages: Tensor | Sequence[int], *, distinct: bool = False) -> list[int]:
-    """Page ids as a list. Raises ValueError for one that is no page of the pool, -1 included."""
-    ids = list(map(int, pages.tolist() if isinstance(pages, Tensor) else pages))
+    """Page ids as a list. Raises ValueError for what is no page of the pool, -1, fractions and masks included."""
+    ids = _integers(pages)
     if ids and not (min(ids) >= 0 and max(ids) < pool.num_pages):
         wrong = next(page for page in ids if not 0 <= page < pool.num_pages)
         raise ValueError(f"page {wrong} is none of the pool's pages 0 to {pool.num_pages - 1}; each has to be there")
@@ -130,6 +132,19 @@ def checked_pages(pool: PagePool, pages: Tensor | Sequence[int], *, distinct: bo
         twice = Counter(ids).most_common(1)[0][0]
         raise ValueError(f"page {twice} is named twice; each page can be written once")
     return ids
+
+
+def _integers(pages: Tensor | Sequence[int]) -> list[int]:
+    if isinstance(pages, Tensor):
+        require_indices("pages", pages, pages.device)
+        return pages.tolist()
+    try:
+        ids = list(pages)
+        if bool in map(type, ids):
+            raise TypeError
+        return list(map(operator.index, ids))
+    except TypeError:
+        raise ValueError(f"pages must be a list of integers or a 1-D tensor of them, got {pages!r:.100}") from None
 
 
 def _runs(layout: PageLayout, layers: Iterable[int] | None) -> Sequence[PageRun]:
