@@ -80,11 +80,18 @@ class NixlPages:
         self.agent = _new_agent(agent) if isinstance(agent, str) else agent
         self.model = model
         self._regions = page_regions(*pools)
-        self._registered = [
-            self.agent.register_memory([(r.address, r.nbytes, _memory(r.device)[1], "")], _memory(r.device)[0])
-            for r in self._regions
-        ]
+        self._registered: list[Any] = []
         self._peers: dict[bytes, Any] = {}
+        """The other agents' names, by their metadata: an agent that has registered more has new ones."""
+        try:
+            for region in self._regions:
+                memory, device = _memory(region.device)
+                self._registered.append(
+                    self.agent.register_memory([(region.address, region.nbytes, device, "")], memory)
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def offer(
         self,
@@ -96,7 +103,10 @@ class NixlPages:
     ) -> bytes:
         """Offer pages to whoever gets these bytes: to read what they hold, or to write them.
 
-        They must not change, nor be freed, before the other side is done.
+        Waits on the host for what is queued on the current stream of the pool's device, and so do :meth:`read` and
+        :meth:`write`. What another stream does with the pages has to be over, or waited for by the current one.
+
+        The pages must not change, nor be freed, before the other side is done.
 
         Args:
             pages: page ids; -1 is refused.
@@ -138,7 +148,7 @@ class NixlPages:
 
     def close(self) -> None:
         """Forget the other agents, and unregister the memory. Transfers must be done."""
-        for peer in self._peers.values():
+        for peer in set(self._peers.values()):
             self.agent.remove_remote_agent(peer)
         for region in self._registered:
             self.agent.deregister_memory(region)
@@ -174,7 +184,7 @@ class NixlPages:
 
 
 class NixlTransfer:
-    """Pages on their way. Poll :meth:`done`, or :meth:`wait`."""
+    """Pages on their way. Poll :meth:`done`, or :meth:`wait`. One that has failed raises its error at every call."""
 
     def __init__(
         self, agent: Any, handle: Any, pool: PagePool, pages: list[int], copies: int, expected: PageHeader | None
@@ -182,6 +192,7 @@ class NixlTransfer:
         self.copies = copies
         """Descriptors of either side."""
         self._agent, self._handle, self._pool, self._pages, self._expected = agent, handle, pool, pages, expected
+        self._error: Exception | None = None
         self._state = agent.transfer(handle)
 
     def done(self) -> bool:
@@ -191,16 +202,29 @@ class NixlTransfer:
             RuntimeError: NIXL reports an error; some of the bytes may have been written.
             ValueError: what was read is not what was offered; the page is named.
         """
-        if self._handle is None:
-            return True
-        if self._state == "PROC":
-            self._state = self._agent.check_xfer_state(self._handle)
+        if self._handle is not None:
+            try:
+                if not self._arrived():
+                    return False
+                self._agent.release_xfer_handle(self._handle)
+            except Exception as error:
+                self._error = error
+            self._handle = None  # which releases it, too
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # or it would grow with every call
+        return True
+
+    def _arrived(self) -> bool:
+        what = f"NIXL's transfer of {counted(len(self._pages), 'page')}"
+        try:
+            if self._state == "PROC":
+                self._state = self._agent.check_xfer_state(self._handle)
+        except Exception as error:  # those of nixl have no base of their own
+            raise RuntimeError(f"{what} failed: {error!r}") from error
         if self._state == "PROC":
             return False
-        self._agent.release_xfer_handle(self._handle)
-        self._handle = None
         if self._state != "DONE":
-            raise RuntimeError(f"NIXL's transfer of {counted(len(self._pages), 'page')} ended as {self._state!r}")
+            raise RuntimeError(f"{what} ended as {self._state!r}")
         if self._expected is not None:
             self._expected.verify(self._pool.gather(self._pages))
         return True
@@ -228,6 +252,6 @@ def _memory(device: torch.device) -> tuple[str, int]:
 
 
 def _settle(pool: PagePool) -> None:
-    """Wait for what has been launched on the pool: NIXL knows no streams."""
+    """Wait for what is queued on the current stream: NIXL knows none."""
     if pool.device.type == "cuda":
         torch.cuda.current_stream(pool.device).synchronize()
