@@ -136,9 +136,15 @@ def read_into(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     rows = rows.to(pool.device)
-    if ids is None:
-        ids = pool.allocator.alloc(len(rows))
-    pool.scatter(ids, rows)
+    if ids is not None:
+        pool.scatter(ids, rows)
+        return ids
+    ids = pool.allocator.alloc(len(rows))
+    try:
+        pool.scatter(ids, rows)
+    except BaseException:
+        pool.allocator.free(ids)
+        raise
     return ids
 
 

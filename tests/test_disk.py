@@ -54,6 +54,21 @@ def test_pages_are_allocated_where_none_are_named(file: Path) -> None:
         pm_ops.load_pages(file, pool, model=MODEL)
 
 
+def test_pages_that_were_allocated_are_free_again_where_they_cannot_be_written(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = spaced_pool(LAYOUT, 4, seed=1)
+
+    def failed(*args: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(PagePool, "scatter", failed)
+    for pages in (None, [0, 1, 2]):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            pm_ops.load_pages(file, pool, pages, model=MODEL)
+        assert pool.allocator.num_free == 4
+
+
 def test_the_safetensors_library_reads_the_file(file: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     with safetensors.safe_open(file, framework="pt") as opened:
