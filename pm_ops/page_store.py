@@ -62,7 +62,7 @@ class PageStore:
 
         Raises:
             ValueError: the entry that is there is of another layout, model or number of pages, or has no readable
-                header (``discard`` removes it); or these pages alone are more than ``max_bytes``.
+                header, or is cut (``discard`` removes it); or these pages alone are more than ``max_bytes``.
         """
         path, ids = self._path(key), checked_pages(pool, pages)
         if self._present(path, pool, len(ids)):
@@ -118,8 +118,11 @@ class PageStore:
         return len(self._entries())
 
     def _path(self, key: str) -> Path:
-        if not KEY.fullmatch(key):
-            raise ValueError(f"key {key!r}: give 1 to 200 letters, digits, '_', '.' and '-', not beginning with '.'")
+        if not isinstance(key, str) or not KEY.fullmatch(key):
+            raise ValueError(
+                "key must be a string of 1 to 200 letters, digits, '_', '.' and '-', not beginning with '.', got "
+                f"{key!r:.210}"
+            )
         return self.folder / f"{key}{SUFFIX}"
 
     def _present(self, path: Path, pool: PagePool, num_pages: int) -> bool:

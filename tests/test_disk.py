@@ -137,6 +137,16 @@ def test_pages_that_cannot_be_saved_are_refused_and_leave_no_file(pages, message
     assert not os.listdir(tmp_path)
 
 
+def test_a_pool_without_memory_and_what_is_no_pool_are_refused(file: Path, tmp_path: Path) -> None:
+    """Rather than pages that are read to nowhere."""
+    for pool, message in ((PagePool(LAYOUT, 6, "meta"), "meta device has no memory"), (LAYOUT, "must be a PagePool")):
+        with pytest.raises(ValueError, match=message):
+            pm_ops.load_pages(file, pool, model=MODEL)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            pm_ops.save_pages(tmp_path / "b", pool, [0], model=MODEL)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == [file.name]
+
+
 def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MAX_HEADER", 4000)
     with pytest.raises(ValueError, match="the header of 2 pages is 4088 bytes.*several files"):
