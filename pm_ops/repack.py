@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -67,14 +68,17 @@ class RepackPlan:
     kinds: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("source", "target"):
+            if not isinstance(getattr(self, name), PageLayout):
+                given = type(getattr(self, name)).__name__
+                raise ValueError(f"{name} must be a PageLayout, such as PagePool.layout, got {given}")
         # what the caller may change later is copied, into what can be hashed
         if self.layers is not None:
             object.__setattr__(self, "layers", _pairs(self.layers))
-        for name in ("heads", "kinds"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.heads is not None and (len(self.heads) != 3 or min(self.heads[:2]) < 0 or self.heads[2] < 1):
-            raise ValueError(f"heads={self.heads}: give (first source head, first target head, count), count >= 1")
+        if self.heads is not None:
+            object.__setattr__(self, "heads", _heads(self.heads))
+        if self.kinds is not None:
+            object.__setattr__(self, "kinds", tuple(self.kinds))
         # what does not fit is refused here; and a first call of run may be a compiled one
         _ = self.runs, self.widening, self._tables
 
@@ -288,7 +292,23 @@ class RepackPlan:
 
 
 def _pairs(layers: Mapping[int, int] | tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted(layers.items() if isinstance(layers, Mapping) else layers))
+    try:
+        pairs = layers.items() if isinstance(layers, Mapping) else layers
+        return tuple(sorted((index(ours), index(theirs)) for ours, theirs in pairs))
+    except (TypeError, ValueError):
+        raise ValueError(f"layers={layers!r}: give {{source layer: target layer}}, integers") from None
+
+
+def _heads(heads: tuple[int, int, int]) -> tuple[int, int, int]:
+    try:
+        first, at, count = map(index, heads)  # a fraction would be bytes between two heads
+    except (TypeError, ValueError):
+        first = at = count = -1
+    if min(first, at) < 0 or count < 1:
+        raise ValueError(
+            f"heads={heads!r}: give (first source head, first target head, count), integers, and count >= 1"
+        )
+    return first, at, count
 
 
 def _require_no_capture(device: torch.device) -> None:

@@ -128,6 +128,14 @@ REFUSED = {
     r"heads=\(0, 2, 4\) is .* but there are 8 and 4 heads": ((page_major(), page_major(heads=4)), {"heads": (0, 2, 4)}),
     r"heads=\(0, 0, 0\): give": ((page_major(), page_major()), {"heads": (0, 0, 0)}),
     r"heads=\(-1, 0, 1\): give": ((page_major(), page_major()), {"heads": (-1, 0, 1)}),
+    r"heads=4: give \(first source head, first target head, count\)": ((page_major(), page_major()), {"heads": 4}),
+    r"heads=\(0, 4\): give": ((page_major(), page_major()), {"heads": (0, 4)}),
+    r"heads=\(2.5, 0, 2\): give .* integers": ((page_major(), page_major()), {"heads": (2.5, 0, 2)}),
+    r"layers=\[0, 1\]: give {source layer: target layer}": ((page_major(), page_major()), {"layers": [0, 1]}),
+    r"layers={0: 1.5}: give .* integers": ((page_major(), page_major()), {"layers": {0: 1.5}}),
+    "source must be a PageLayout, such as PagePool.layout, got PagePool": (
+        (pm_ops.PagePool(page_major(), 2), page_major()), {}),
+    "target must be a PageLayout, such as PagePool.layout, got dict": ((page_major(), {}), {}),
     "8 x 16 bfloat16 against rows of 8 x 32 bfloat16": ((page_major(), page_major(dim=32)), {}),
     "float32 against rows of 8 x 16 bfloat16; not every float32 is a bfloat16, nothing else would do": (
         (page_major(dtype="float32"), page_major()), {}),
