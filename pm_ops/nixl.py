@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ class NixlPages:
 
     Raises:
         ImportError: nixl is not installed, or has no build for this machine.
+        RuntimeError: NIXL cannot register the memory.
     """
 
     def __init__(self, agent: Any, *pools: PagePool, model: str) -> None:
@@ -84,11 +86,10 @@ class NixlPages:
         self._peers: dict[bytes, Any] = {}
         """The other agents' names, by their metadata: an agent that has registered more has new ones."""
         try:
-            for region in self._regions:
-                memory, device = _memory(region.device)
-                self._registered.append(
-                    self.agent.register_memory([(region.address, region.nbytes, device, "")], memory)
-                )
+            for address, nbytes, where in self._regions:
+                memory, device = _memory(where)
+                with _reported(f"{nbytes} bytes on {where} cannot be registered"):
+                    self._registered.append(self.agent.register_memory([(address, nbytes, device, "")], memory))
         except BaseException:
             self.close()
             raise
@@ -130,6 +131,7 @@ class NixlPages:
 
         Raises:
             ValueError: the bytes are no offer, or one of another layout, model or number of pages; nothing is read.
+            RuntimeError: NIXL cannot begin: the other process is gone, say.
         """
         return self._begin("READ", Offer.from_bytes(offer), pool, checked_pages(pool, pages, distinct=True))
 
@@ -169,18 +171,27 @@ class NixlPages:
         ours = page_descriptors(pool, ids, offer.layers)
         src, dst = (ours, offer.runs) if operation == "WRITE" else (offer.runs, ours)
         copies = pair_descriptors(src, dst)
-        if offer.agent not in self._peers:
-            self._peers[offer.agent] = self.agent.add_remote_agent(offer.agent)
         _settle(pool)
         memory, device = _memory(pool.device)
         reads = [(copy.src, copy.nbytes) for copy in copies]
         writes = [(copy.dst, copy.nbytes) for copy in copies]
         here, there = (reads, writes) if operation == "WRITE" else (writes, reads)
-        local = self.agent.get_xfer_descs([(*run, device) for run in here], memory)
-        remote = self.agent.get_xfer_descs([(*run, offer.device) for run in there], offer.memory)
-        handle = self.agent.initialize_xfer(operation, local, remote, self._peers[offer.agent], message)
         expected = offer.header if operation == "READ" and offer.header.digests else None
-        return NixlTransfer(self.agent, handle, pool, ids, len(copies), expected)
+        peer = self._peer(offer.agent)
+        with _reported(f"a transfer of {counted(len(ids), 'page')} cannot begin"):
+            local = self.agent.get_xfer_descs([(*run, device) for run in here], memory)
+            remote = self.agent.get_xfer_descs([(*run, offer.device) for run in there], offer.memory)
+            handle = self.agent.initialize_xfer(operation, local, remote, peer, message)
+            return NixlTransfer(self.agent, handle, pool, ids, len(copies), expected)
+
+    def _peer(self, metadata: bytes) -> Any:
+        """The name of the agent that has made an offer."""
+        if metadata not in self._peers:
+            if metadata == self.agent.get_agent_metadata():
+                raise ValueError("an offer of this process's own pages; copy them with PagePool.gather and scatter")
+            with _reported("the agent that made the offer cannot be added"):
+                self._peers[metadata] = self.agent.add_remote_agent(metadata)
+        return self._peers[metadata]
 
 
 class NixlTransfer:
@@ -215,16 +226,14 @@ class NixlTransfer:
         return True
 
     def _arrived(self) -> bool:
-        what = f"NIXL's transfer of {counted(len(self._pages), 'page')}"
-        try:
-            if self._state == "PROC":
+        what = f"a transfer of {counted(len(self._pages), 'page')}"
+        if self._state == "PROC":
+            with _reported(f"{what} failed"):
                 self._state = self._agent.check_xfer_state(self._handle)
-        except Exception as error:  # those of nixl have no base of their own
-            raise RuntimeError(f"{what} failed: {error!r}") from error
         if self._state == "PROC":
             return False
         if self._state != "DONE":
-            raise RuntimeError(f"{what} ended as {self._state!r}")
+            raise RuntimeError(f"NIXL: {what} ended as {self._state!r}")
         if self._expected is not None:
             self._expected.verify(self._pool.gather(self._pages))
         return True
@@ -244,6 +253,15 @@ def _new_agent(name: str) -> Any:
     except ImportError as error:
         raise ImportError(f"NixlPages needs nixl: pip install 'pm-ops[nixl]' ({error})") from error
     return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Errors of NIXL, which have no base of their own, as RuntimeErrors."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"NIXL: {what}: {error!r}") from error
 
 
 def _memory(device: torch.device) -> tuple[str, int]:

@@ -57,7 +57,7 @@ class Agent:
 
     def register_memory(self, regions: list[tuple[int, int, int, str]], memory: str) -> int:
         if len(self.registered) == self.regions:
-            raise RuntimeError("no more memory can be registered")
+            raise KeyError("no more memory")
         self.registered.append(regions[0][0])
         return regions[0][0]
 
@@ -95,8 +95,8 @@ class Agent:
     ("ends", "error", "message"),
     [
         ("DONE", ValueError, "page 0 of 2 is corrupted"),
-        ("ERR", RuntimeError, "NIXL's transfer of 2 pages ended as 'ERR'"),
-        (KeyError("gone"), RuntimeError, r"NIXL's transfer of 2 pages failed: KeyError\('gone'\)"),
+        ("ERR", RuntimeError, "NIXL: a transfer of 2 pages ended as 'ERR'"),
+        (KeyError("gone"), RuntimeError, r"NIXL: a transfer of 2 pages failed: KeyError\('gone'\)"),
     ],
 )
 def test_a_transfer_that_failed_says_so_at_every_call(ends: object, error: type[Exception], message: str) -> None:
@@ -107,6 +107,27 @@ def test_a_transfer_that_failed_says_so_at_every_call(ends: object, error: type[
         with pytest.raises(error, match=message) as raised:
             call()
     assert len(raised.traceback) < 6
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [("add_remote_agent", "the agent that made the offer cannot be added"),
+     ("initialize_xfer", "a transfer of 1 page cannot begin"), ("transfer", "a transfer of 1 page cannot begin")],
+)  # fmt: skip
+def test_an_error_of_nixl_before_a_transfer_begins_is_a_runtimeerror(
+    call: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = packed_pool(LAYOUTS["page_major"], 4)
+    nixl = pm_ops.NixlPages(Agent(), pool, model="m")
+    offer = nixl.offer(pool, [0])
+
+    def gone(*arguments: object) -> None:
+        raise KeyError("gone")
+
+    monkeypatch.setattr(Agent, call, gone)
+    for begin in (nixl.read, nixl.write):
+        with pytest.raises(RuntimeError, match=rf"NIXL: {message}: KeyError\('gone'\)"):
+            begin(offer, pool, [1])
 
 
 def test_a_peer_is_forgotten_once_whatever_metadata_it_had() -> None:
@@ -122,7 +143,7 @@ def test_a_peer_is_forgotten_once_whatever_metadata_it_had() -> None:
 def test_what_was_registered_is_given_back_where_more_cannot_be() -> None:
     pools = [packed_pool(LAYOUTS["page_major"], 4) for _ in range(3)]
     agent = Agent(regions=2)
-    with pytest.raises(RuntimeError, match="no more memory"):
+    with pytest.raises(RuntimeError, match="bytes on cpu cannot be registered: KeyError.*no more memory"):
         pm_ops.NixlPages(agent, *pools, model="m")
     assert not agent.registered
 
@@ -161,6 +182,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_lands_and_what_changed_is_no
         "twice": "page 1 is named twice", "no page": "no pages to offer", "no layer": "or no layers",
         "cut": "not an offer of pages", "changed": "it has changed since it was written",
         "unregistered": "is not registered", "torn": "page 2 of 4 is corrupted", "closed": "is not registered",
+        "own": "ValueError: an offer of this process's own pages", "gone": "RuntimeError: NIXL: ",
     }  # fmt: skip
     assert set(happened["refused"]) == set(messages)
     for name, message in messages.items():
