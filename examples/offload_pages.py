@@ -78,7 +78,7 @@ def main() -> None:
         back.wait_layer(layer)
         clock.mark(f"layer {layer}")
         out.append(first.attend(pool, pages, layer))
-    host.free(saved.pages)  # not for the caller either: pages still on their way are handed out after that
+    host.free(saved.pages)  # in flight, too: they are reused after that
     pool.allocator.free([*held, *pages])
 
     assert all(map(torch.equal, out, right)), "the restored pages are not what they were"
