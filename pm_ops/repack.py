@@ -315,8 +315,8 @@ def _require_no_capture(device: torch.device) -> None:
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"a CUDA graph is being captured, and this plan has no table on {device} yet; call plan.table(device), "
-                "or run the plan once, before the capture"
+                f"a CUDA graph is being captured, and this plan has no table on {device} yet; run the plan once before "
+                f'that, or call plan.table(torch.device("{device}"))'
             )
 
 
