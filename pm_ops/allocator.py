@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from .layout import counted
+from .ops._common import page_ids
 
 
 class PageAllocator:
@@ -39,7 +42,8 @@ class PageAllocator:
             raise ValueError(f"cannot allocate {counted(n, 'page')}; n must not be negative")
         if n > len(self._free):
             raise RuntimeError(
-                f"out of pages: {n} asked for, {len(self._free)} of {self.num_pages} free; free some first"
+                f"out of pages: {n} asked for, {len(self._free)} of {self.num_pages} free; free some first, or "
+                "make a larger pool"
             )
         pages = self._free[: -n - 1 : -1]
         del self._free[len(self._free) - n :]
@@ -47,15 +51,15 @@ class PageAllocator:
             self._counts[page] = 1
         return pages
 
-    def retain(self, pages: Iterable[int]) -> None:
+    def retain(self, pages: Tensor | Iterable[int]) -> None:
         """One more owner for each page (a shared prefix). Raises RuntimeError for a page nobody owns."""
-        pages = [self._owned(p, "retain") for p in pages]
+        pages = [self._owned(p, "retain") for p in page_ids(pages)]
         for page in pages:
             self._counts[page] += 1
 
-    def free(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Tensor | Iterable[int]) -> None:
         """One owner less for each page; without owners it is free again. A double free raises RuntimeError."""
-        pages = [self._owned(p, "free") for p in pages]
+        pages = [self._owned(p, "free") for p in page_ids(pages)]
         for page, times in Counter(pages).items():
             if times > self._counts[page]:
                 owners = counted(self._counts[page], "owner")

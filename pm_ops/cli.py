@@ -98,7 +98,7 @@ def _shape(options: argparse.Namespace) -> ModelShape:
     else:
         missing = [f"--{name.replace('_', '-')}" for name in ("layers", "kv_heads", "head_dim") if name not in given]
         if missing:
-            raise ValueError(f"without a config.json the flags {', '.join(missing)} are needed")
+            raise ValueError(f"without a config.json, give {', '.join(missing)}")
         given.setdefault("value_dim", given["head_dim"])
         shape = ModelShape(**given, dtype=None, origin={"value_dim": "as head_dim", "dtype": ""})
     origin = dict(shape.origin)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .layout import PageLayout, PageRun, counted
+from .ops._common import page_ids
 from .pool import PagePool
 
 
@@ -121,8 +122,9 @@ def count_layer_major(pool: PagePool, pages: Tensor | Sequence[int], layers: Ite
 
 
 def checked_pages(pool: PagePool, pages: Tensor | Sequence[int], *, distinct: bool = False) -> list[int]:
-    """Page ids as a list. Raises ValueError for one that is no page of the pool, -1 included."""
-    ids = list(map(int, pages.tolist() if isinstance(pages, Tensor) else pages))
+    """Page ids as a list. Raises ValueError for what is no page of the pool, -1, fractions and masks included."""
+    _require_pool(pool)
+    ids = page_ids(pages)
     if ids and not (min(ids) >= 0 and max(ids) < pool.num_pages):
         wrong = next(page for page in ids if not 0 <= page < pool.num_pages)
         raise ValueError(f"page {wrong} is none of the pool's pages 0 to {pool.num_pages - 1}; each has to be there")
@@ -142,12 +144,23 @@ def _known(layout: PageLayout, layers: Iterable[int]) -> set[int]:
     wanted = set(layers)
     unknown = sorted(wanted - set(layout.layers))
     if unknown:
-        raise ValueError(f"no layer {unknown[0]} in this layout, whose layers are {list(layout.layers)}")
+        raise ValueError(f"no layer {unknown[0]!r} in this layout, whose layers are {list(layout.layers)}")
     return wanted
+
+
+def require_memory(pool: PagePool) -> None:
+    """Raise ValueError for what has no bytes to save, send or fill."""
+    _require_pool(pool)
+    if pool.device.type == "meta":
+        raise ValueError("a pool on the meta device has no memory, and no addresses")
+
+
+def _require_pool(pool: PagePool) -> None:
+    if not isinstance(pool, PagePool):
+        raise ValueError(f"pool must be a PagePool, such as HostPool.pool, got {type(pool).__name__}")
 
 
 def _address(pool: PagePool) -> int:
     """Address of page 0."""
-    if pool.device.type == "meta":
-        raise ValueError("a pool on the meta device has no memory, and no addresses")
+    require_memory(pool)
     return pool.buffer.data_ptr() + pool.base

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from .descriptors import checked_pages
+from .descriptors import checked_pages, require_memory
 from .header import PageHeader, byte_view
 from .pool import PagePool
 
@@ -90,6 +90,7 @@ class Content(NamedTuple):
 
 def packed(pool: PagePool, pages: Tensor | Sequence[int], model: str) -> Content:
     """These pages as a file will hold them."""
+    require_memory(pool)
     ids = checked_pages(pool, pages)
     if not ids:
         raise ValueError("no pages to save; name one at least")
@@ -127,6 +128,7 @@ def read_into(
     file: BinaryIO, name: object, pool: PagePool, pages: Tensor | Sequence[int] | None, model: str
 ) -> list[int]:
     """:func:`load_pages` from an open file, whose name in messages is ``name``."""
+    require_memory(pool)
     ids = None if pages is None else checked_pages(pool, pages, distinct=True)
     try:
         header, start = read_header(file)
@@ -136,14 +138,23 @@ def read_into(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     rows = rows.to(pool.device)
-    if ids is None:
-        ids = pool.allocator.alloc(len(rows))
-    pool.scatter(ids, rows)
+    if ids is not None:
+        pool.scatter(ids, rows)
+        return ids
+    ids = pool.allocator.alloc(len(rows))
+    try:
+        pool.scatter(ids, rows)
+    except BaseException:
+        pool.allocator.free(ids)
+        raise
     return ids
 
 
 def read_header(file: BinaryIO) -> tuple[PageHeader, int]:
-    """A file's header, and the byte at which its pages begin. Raises ValueError where the file has no such header."""
+    """A file's header, and the byte at which its pages begin. The pages themselves are not read.
+
+    Raises ValueError where the file has no such header, or is of another length than that says.
+    """
     size = os.fstat(file.fileno()).st_size
     start = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     if size < 8 or start > min(size, 8 + MAX_HEADER):
@@ -156,19 +167,20 @@ def read_header(file: BinaryIO) -> tuple[PageHeader, int]:
         raise ValueError(f"corrupted before page 0, or no file of save_pages: {error}") from error
     if tensors != _tensors(header):
         raise ValueError(f"corrupted before page 0: tensors {tensors} for {_tensors(header)}")
+    page_bytes, count = header.layout.page_bytes, header.num_pages
+    if size < start + count * page_bytes:
+        raise ValueError(f"truncated: it ends at byte {size}, inside page {(size - start) // page_bytes} of {count}")
+    if size > start + count * page_bytes:
+        raise ValueError(f"{size - start - count * page_bytes} bytes follow page {count - 1}, the last")
     return header, start
 
 
 def _mapped(file: BinaryIO, header: PageHeader, start: int) -> Tensor:
     """The pages of a file, uint8 ``[n, page_bytes]``: private memory that is read from the file where it is touched."""
-    page_bytes, count = header.layout.page_bytes, header.num_pages
-    size = os.fstat(file.fileno()).st_size
-    if size < start + count * page_bytes:
-        raise ValueError(f"truncated: it ends at byte {size}, inside page {(size - start) // page_bytes} of {count}")
-    if size > start + count * page_bytes:
-        raise ValueError(f"{size - start - count * page_bytes} bytes follow page {count - 1}, the last")
-    mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # ACCESS_READ would make torch warn
-    return torch.frombuffer(mapping, dtype=torch.uint8, offset=start).view(count, page_bytes)
+    shape = header.num_pages, header.layout.page_bytes
+    end = start + shape[0] * shape[1]
+    mapping = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_COPY)  # ACCESS_READ would make torch warn
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=start).view(shape)
 
 
 def _new(folder: Path) -> BinaryIO:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +75,24 @@ class NixlPages:
 
     Raises:
         ImportError: nixl is not installed, or has no build for this machine.
+        RuntimeError: NIXL cannot register the memory.
     """
 
     def __init__(self, agent: Any, *pools: PagePool, model: str) -> None:
         self.agent = _new_agent(agent) if isinstance(agent, str) else agent
         self.model = model
         self._regions = page_regions(*pools)
-        self._registered = [
-            self.agent.register_memory([(r.address, r.nbytes, _memory(r.device)[1], "")], _memory(r.device)[0])
-            for r in self._regions
-        ]
+        self._registered: list[Any] = []
         self._peers: dict[bytes, Any] = {}
+        """The other agents' names, by their metadata: an agent that has registered more has new ones."""
+        try:
+            for address, nbytes, where in self._regions:
+                memory, device = _memory(where)
+                with _reported(f"{nbytes} bytes on {where} cannot be registered"):
+                    self._registered.append(self.agent.register_memory([(address, nbytes, device, "")], memory))
+        except BaseException:
+            self.close()
+            raise
 
     def offer(
         self,
@@ -96,7 +104,10 @@ class NixlPages:
     ) -> bytes:
         """Offer pages to whoever gets these bytes: to read what they hold, or to write them.
 
-        They must not change, nor be freed, before the other side is done.
+        Waits on the host for what is queued on the current stream of the pool's device, and so do :meth:`read` and
+        :meth:`write`. What another stream does with the pages has to be over, or waited for by the current one.
+
+        The pages must not change, nor be freed, before the other side is done.
 
         Args:
             pages: page ids; -1 is refused.
@@ -120,6 +131,7 @@ class NixlPages:
 
         Raises:
             ValueError: the bytes are no offer, or one of another layout, model or number of pages; nothing is read.
+            RuntimeError: NIXL cannot begin: the other process is gone, say.
         """
         return self._begin("READ", Offer.from_bytes(offer), pool, checked_pages(pool, pages, distinct=True))
 
@@ -138,7 +150,7 @@ class NixlPages:
 
     def close(self) -> None:
         """Forget the other agents, and unregister the memory. Transfers must be done."""
-        for peer in self._peers.values():
+        for peer in set(self._peers.values()):
             self.agent.remove_remote_agent(peer)
         for region in self._registered:
             self.agent.deregister_memory(region)
@@ -159,22 +171,31 @@ class NixlPages:
         ours = page_descriptors(pool, ids, offer.layers)
         src, dst = (ours, offer.runs) if operation == "WRITE" else (offer.runs, ours)
         copies = pair_descriptors(src, dst)
-        if offer.agent not in self._peers:
-            self._peers[offer.agent] = self.agent.add_remote_agent(offer.agent)
         _settle(pool)
         memory, device = _memory(pool.device)
         reads = [(copy.src, copy.nbytes) for copy in copies]
         writes = [(copy.dst, copy.nbytes) for copy in copies]
         here, there = (reads, writes) if operation == "WRITE" else (writes, reads)
-        local = self.agent.get_xfer_descs([(*run, device) for run in here], memory)
-        remote = self.agent.get_xfer_descs([(*run, offer.device) for run in there], offer.memory)
-        handle = self.agent.initialize_xfer(operation, local, remote, self._peers[offer.agent], message)
         expected = offer.header if operation == "READ" and offer.header.digests else None
-        return NixlTransfer(self.agent, handle, pool, ids, len(copies), expected)
+        peer = self._peer(offer.agent)
+        with _reported(f"a transfer of {counted(len(ids), 'page')} cannot begin"):
+            local = self.agent.get_xfer_descs([(*run, device) for run in here], memory)
+            remote = self.agent.get_xfer_descs([(*run, offer.device) for run in there], offer.memory)
+            handle = self.agent.initialize_xfer(operation, local, remote, peer, message)
+            return NixlTransfer(self.agent, handle, pool, ids, len(copies), expected)
+
+    def _peer(self, metadata: bytes) -> Any:
+        """The name of the agent that has made an offer."""
+        if metadata not in self._peers:
+            if metadata == self.agent.get_agent_metadata():
+                raise ValueError("an offer of this process's own pages; copy them with PagePool.gather and scatter")
+            with _reported("the agent that made the offer cannot be added"):
+                self._peers[metadata] = self.agent.add_remote_agent(metadata)
+        return self._peers[metadata]
 
 
 class NixlTransfer:
-    """Pages on their way. Poll :meth:`done`, or :meth:`wait`."""
+    """Pages on their way. Poll :meth:`done`, or :meth:`wait`. One that has failed raises its error at every call."""
 
     def __init__(
         self, agent: Any, handle: Any, pool: PagePool, pages: list[int], copies: int, expected: PageHeader | None
@@ -182,6 +203,7 @@ class NixlTransfer:
         self.copies = copies
         """Descriptors of either side."""
         self._agent, self._handle, self._pool, self._pages, self._expected = agent, handle, pool, pages, expected
+        self._error: Exception | None = None
         self._state = agent.transfer(handle)
 
     def done(self) -> bool:
@@ -191,16 +213,27 @@ class NixlTransfer:
             RuntimeError: NIXL reports an error; some of the bytes may have been written.
             ValueError: what was read is not what was offered; the page is named.
         """
-        if self._handle is None:
-            return True
+        if self._handle is not None:
+            try:
+                if not self._arrived():
+                    return False
+                self._agent.release_xfer_handle(self._handle)
+            except Exception as error:
+                self._error = error
+            self._handle = None  # which releases it, too
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # or it would grow with every call
+        return True
+
+    def _arrived(self) -> bool:
+        what = f"a transfer of {counted(len(self._pages), 'page')}"
         if self._state == "PROC":
-            self._state = self._agent.check_xfer_state(self._handle)
+            with _reported(f"{what} failed"):
+                self._state = self._agent.check_xfer_state(self._handle)
         if self._state == "PROC":
             return False
-        self._agent.release_xfer_handle(self._handle)
-        self._handle = None
         if self._state != "DONE":
-            raise RuntimeError(f"NIXL's transfer of {counted(len(self._pages), 'page')} ended as {self._state!r}")
+            raise RuntimeError(f"NIXL: {what} ended as {self._state!r}")
         if self._expected is not None:
             self._expected.verify(self._pool.gather(self._pages))
         return True
@@ -222,12 +255,21 @@ def _new_agent(name: str) -> Any:
     return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
 
 
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Errors of NIXL, which have no base of their own, as RuntimeErrors."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"NIXL: {what}: {error!r}") from error
+
+
 def _memory(device: torch.device) -> tuple[str, int]:
     """NIXL's names of a device's memory."""
     return ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
 
 
 def _settle(pool: PagePool) -> None:
-    """Wait for what has been launched on the pool: NIXL knows no streams."""
+    """Wait for what is queued on the current stream: NIXL knows none."""
     if pool.device.type == "cuda":
         torch.cuda.current_stream(pool.device).synchronize()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .descriptors import checked_pages
 from .disk import TEMPORARY, finished, packed, publish, read_header, read_into
 from .pool import PagePool
 
@@ -61,16 +62,16 @@ class PageStore:
 
         Raises:
             ValueError: the entry that is there is of another layout, model or number of pages, or has no readable
-                header (``discard`` removes it); or these pages alone are more than ``max_bytes``.
+                header, or is cut (``discard`` removes it); or these pages alone are more than ``max_bytes``.
         """
-        path = self._path(key)
-        if self._present(path, pool, len(pages)):
+        path, ids = self._path(key), checked_pages(pool, pages)
+        if self._present(path, pool, len(ids)):
             return False
-        content = packed(pool, pages, self.model)
+        content = packed(pool, ids, self.model)
         if content.nbytes > self.max_bytes:
             raise ValueError(f"an entry of {content.nbytes} bytes in a store of {self.max_bytes}; raise max_bytes")
         with finished(self.folder, content) as temporary, self._locked() as lock:
-            if self._present(path, pool, len(pages)):  # another process was faster
+            if self._present(path, pool, len(ids)):  # another process was faster
                 return False
             total = _read_total(lock)
             if total + content.nbytes > self.max_bytes:
@@ -117,8 +118,11 @@ class PageStore:
         return len(self._entries())
 
     def _path(self, key: str) -> Path:
-        if not KEY.fullmatch(key):
-            raise ValueError(f"key {key!r}: give 1 to 200 letters, digits, '_', '.' and '-', not beginning with '.'")
+        if not isinstance(key, str) or not KEY.fullmatch(key):
+            raise ValueError(
+                "key must be a string of 1 to 200 letters, digits, '_', '.' and '-', not beginning with '.', got "
+                f"{key!r:.210}"
+            )
         return self.folder / f"{key}{SUFFIX}"
 
     def _present(self, path: Path, pool: PagePool, num_pages: int) -> bool:

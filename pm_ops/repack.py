@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -62,13 +63,22 @@ class RepackPlan:
 
     source: PageLayout
     target: PageLayout
-    layers: Mapping[int, int] | None = None
+    layers: Mapping[int, int] | tuple[tuple[int, int], ...] | None = None
     heads: tuple[int, int, int] | None = None
     kinds: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.heads is not None and (len(self.heads) != 3 or min(self.heads[:2]) < 0 or self.heads[2] < 1):
-            raise ValueError(f"heads={self.heads}: give (first source head, first target head, count), count >= 1")
+        for name in ("source", "target"):
+            if not isinstance(getattr(self, name), PageLayout):
+                given = type(getattr(self, name)).__name__
+                raise ValueError(f"{name} must be a PageLayout, such as PagePool.layout, got {given}")
+        # what the caller may change later is copied, into what can be hashed
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _pairs(self.layers))
+        if self.heads is not None:
+            object.__setattr__(self, "heads", _heads(self.heads))
+        if self.kinds is not None:
+            object.__setattr__(self, "kinds", tuple(self.kinds))
         # what does not fit is refused here; and a first call of run may be a compiled one
         _ = self.runs, self.widening, self._tables
 
@@ -83,7 +93,7 @@ class RepackPlan:
                     "layers={source layer: target layer} to move some of them"
                 )
             return tuple((layer, layer) for layer in ours)
-        pairs = tuple(self.layers.items())
+        pairs = _pairs(self.layers)
         targets = [b for _, b in pairs]
         missing = [f"source layer {a}" for a, _ in pairs if a not in ours]
         missing += [f"target layer {b}" for b in targets if b not in theirs]
@@ -148,6 +158,9 @@ class RepackPlan:
     ) -> None:
         """Move a sequence of tokens, in one launch. No byte but theirs is written.
 
+        A CUDA graph may capture it: after one run, or :meth:`table`, on this device, with the pages as tensors there,
+        and both pools on one GPU. Keep the plan, the pools and those tensors as long as the graph.
+
         Args:
             source, target: pools of the two layouts, in buffers of their own: on one device, or on two GPUs of one host
                 with access to one another's memory. The source's GPU then writes the target's pages, between what is
@@ -159,7 +172,8 @@ class RepackPlan:
 
         Raises:
             ValueError: pools of other layouts, lists too short; on CPU also a page out of range or named twice.
-            RuntimeError: the source's GPU has no access to the target's memory.
+            RuntimeError: the source's GPU has no access to the target's memory; or a CUDA graph is being captured, and
+                this is the plan's first run on the device.
         """
         for name, pool, layout in (("source", source, self.source), ("target", target, self.target)):
             if pool.layout is not layout and pool.layout != layout:  # the first is enough where it is compiled
@@ -167,17 +181,25 @@ class RepackPlan:
                     f"the {name} pool's pages are not the plan's: {pool!r} for {layout.name}, {layout.page_bytes} B, "
                     f"{counted(layout.page_size, 'token')} a page; make a plan of the pools' layouts"
                 )
+        table = self.table(source.device)
         src_pages, dst_pages = source._ids(src_pages), source._ids(dst_pages)
         if tokens is None:
             tokens = self._all_tokens(src_pages.shape[0], dst_pages.shape[0])
         sizes = (tokens, source.page_size, target.page_size)
-        table = self.table(source.device)
+        if source.device.type == "cuda" and not torch.compiler.is_compiling():
+            # or its memory could be reused, where the plan is dropped, before a stream other than its own has read it
+            table.record_stream(torch.cuda.current_stream(source.device))
         args = (source.buffer, target.buffer, src_pages, dst_pages, table, *sizes, source.region, target.region)
         torch.ops.pm_ops.repack_pages(*args, *(self.widening or ()))
 
     def table(self, device: torch.device) -> Tensor:
-        """``runs`` as int64 ``[R, 6]`` on a device, as the operator takes them; made once for each device."""
+        """``runs`` as int64 ``[R, 6]`` on a device, as the operator takes them; made once for each device.
+
+        Raises RuntimeError where a CUDA graph is being captured and it is not made yet.
+        """
         if device not in self._tables:
+            if device.type == "cuda" and not torch.compiler.is_compiling():
+                _require_no_capture(device)
             self._tables[device] = torch.tensor(self.runs, dtype=torch.int64, device=device)
         return self._tables[device]
 
@@ -267,6 +289,35 @@ class RepackPlan:
                 f"{sizes[1]}: not the same sequence; pass tokens= to say how long it is"
             )
         return tokens
+
+
+def _pairs(layers: Mapping[int, int] | tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = layers.items() if isinstance(layers, Mapping) else layers
+        return tuple(sorted((index(ours), index(theirs)) for ours, theirs in pairs))
+    except (TypeError, ValueError):
+        raise ValueError(f"layers={layers!r}: give {{source layer: target layer}}, integers") from None
+
+
+def _heads(heads: tuple[int, int, int]) -> tuple[int, int, int]:
+    try:
+        first, at, count = map(index, heads)  # a fraction would be bytes between two heads
+    except (TypeError, ValueError):
+        first = at = count = -1
+    if min(first, at) < 0 or count < 1:
+        raise ValueError(
+            f"heads={heads!r}: give (first source head, first target head, count), integers, and count >= 1"
+        )
+    return first, at, count
+
+
+def _require_no_capture(device: torch.device) -> None:
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph is being captured, and this plan has no table on {device} yet; run the plan once before "
+                f'that, or call plan.table(torch.device("{device}"))'
+            )
 
 
 def _merged(rows: list[RepackRun]) -> list[RepackRun]:

@@ -10,6 +10,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -52,12 +53,12 @@ def other(pipe: Connection) -> None:
 def refused(call: Callable[[], Any]) -> str:
     try:
         call()
-    except ValueError as error:
-        return str(error)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
     return "taken"
 
 
-def main(pipe: Connection) -> dict[str, Any]:
+def main(pipe: Connection, process: BaseProcess) -> dict[str, Any]:
     def ask(*request: Any) -> Any:
         pipe.send(request)
         return pipe.recv()
@@ -108,6 +109,7 @@ def main(pipe: Connection) -> dict[str, Any]:
             "no layer": refused(lambda: nixl.offer(pool, [0], [])),
             "changed": refused(lambda: nixl.read(offer.replace(b'"device":0', b'"device":1'), pool, HERE)),
             "cut": refused(lambda: nixl.read(offer[:-1], pool, HERE)),
+            "own": refused(lambda: nixl.read(nixl.offer(pool, [0]), pool, [1])),
             "unregistered": refused(lambda: nixl.read(offer, packed_pool(LAYOUTS["page_major"], 8), HERE)),
         }
     ask("change", "page_major", THERE[2])  # after the offer
@@ -123,6 +125,10 @@ def main(pipe: Connection) -> dict[str, Any]:
         "layer_major": pm_ops.count_layer_major(large, SCATTERED),
         "seconds": time.monotonic() - begun,
     }
+    pipe.send(None)
+    process.join(30)
+    happened["exit"] = process.exitcode
+    happened["refused"]["gone"] = refused(lambda: nixl.read(offer, large, SCATTERED).wait())
     nixl.close()
     happened["refused"]["closed"] = refused(lambda: nixl.read(offer, large, SCATTERED))
     return happened
@@ -133,7 +139,4 @@ if __name__ == "__main__":
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=other, args=(there,), daemon=True)
     process.start()
-    result = main(here)
-    here.send(None)
-    process.join(30)
-    print(json.dumps({**result, "exit": process.exitcode}))
+    print(json.dumps(main(here, process)))

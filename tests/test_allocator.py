@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 
 from pm_ops import PageAllocator
 
@@ -168,3 +169,24 @@ def test_copy_on_write_without_a_free_page_is_an_error_that_changes_nothing() ->
     with pytest.raises(RuntimeError, match="out of pages"):
         allocator.writable(page)
     assert allocator.refcount(page) == 2
+
+
+def test_pages_may_be_a_tensor_and_are_handed_out_again_as_integers() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.alloc(2)
+    allocator.retain(torch.tensor(pages))
+    allocator.free(torch.tensor(pages))
+    with pytest.raises(RuntimeError, match="freed 2 times at once, but has 1 owner"):
+        allocator.free(torch.tensor([pages[0], pages[0]]))
+    allocator.free([torch.tensor(page) for page in pages])
+    assert allocator.num_free == 4 and all(type(page) is int for page in allocator.alloc(4))
+
+
+@pytest.mark.parametrize("pages", [0, [0.0], [[0]], [True], torch.tensor(0), torch.tensor([0.5]), torch.tensor([True])])
+def test_what_is_no_list_of_integers_is_refused(pages) -> None:
+    allocator = PageAllocator(4)
+    allocator.alloc(4)
+    for call in (allocator.retain, allocator.free):
+        with pytest.raises(ValueError, match="pages must be "):
+            call(pages)
+    assert [allocator.refcount(page) for page in range(4)] == [1] * 4

@@ -166,6 +166,31 @@ def test_a_page_that_is_not_there_is_refused(pages) -> None:
             call(pool, pages)
 
 
+@pytest.mark.parametrize(
+    "pages",
+    [[1.0], [0, 1.9], [True, False], ["1"], [[1]], 1, None, torch.tensor(1), torch.tensor([1.9, 2.2]),
+     torch.tensor([True, False]), torch.tensor([[1, 2]]), torch.tensor([1], dtype=torch.uint8)],
+)  # fmt: skip
+def test_what_is_no_list_of_integers_is_refused_and_not_rounded(pages) -> None:
+    """A mask would be pages 1 and 0."""
+    pool = packed_pool(LAYOUTS["page_major"], 8)
+    host = pm_ops.HostPool(pool, 4)
+    for call in (
+        lambda: pm_ops.page_descriptors(pool, pages),
+        lambda: host.offload(pages),
+        lambda: host.restore([], pages),
+        lambda: pm_ops.save_pages("nowhere", pool, pages, model="m"),
+    ):
+        with pytest.raises(ValueError, match="pages must be "):
+            call()
+
+
+@pytest.mark.parametrize("pages", [(1, 0), range(2), [torch.tensor(1), 0], {1: 0, 0: 0}, torch.tensor([1, 0]).int()])
+def test_page_ids_may_be_in_any_list_of_integers(pages) -> None:
+    pool = packed_pool(LAYOUTS["page_major"], 8)
+    assert pm_ops.page_descriptors(pool, pages) == pm_ops.page_descriptors(pool, [int(page) for page in pages])
+
+
 def test_a_layer_that_is_not_there_is_refused() -> None:
     pool = packed_pool(LAYOUTS["page_major"], 8)
     for call in (pm_ops.page_descriptors, pm_ops.count_layer_major):

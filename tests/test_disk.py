@@ -54,6 +54,21 @@ def test_pages_are_allocated_where_none_are_named(file: Path) -> None:
         pm_ops.load_pages(file, pool, model=MODEL)
 
 
+def test_pages_that_were_allocated_are_free_again_where_they_cannot_be_written(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = spaced_pool(LAYOUT, 4, seed=1)
+
+    def failed(*args: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(PagePool, "scatter", failed)
+    for pages in (None, [0, 1, 2]):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            pm_ops.load_pages(file, pool, pages, model=MODEL)
+        assert pool.allocator.num_free == 4
+
+
 def test_the_safetensors_library_reads_the_file(file: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     with safetensors.safe_open(file, framework="pt") as opened:
@@ -120,6 +135,16 @@ def test_pages_that_cannot_be_saved_are_refused_and_leave_no_file(pages, message
     with pytest.raises(ValueError, match=message):
         pm_ops.save_pages(tmp_path / "a", packed_pool(LAYOUT, 6), pages, model=MODEL)
     assert not os.listdir(tmp_path)
+
+
+def test_a_pool_without_memory_and_what_is_no_pool_are_refused(file: Path, tmp_path: Path) -> None:
+    """Rather than pages that are read to nowhere."""
+    for pool, message in ((PagePool(LAYOUT, 6, "meta"), "meta device has no memory"), (LAYOUT, "must be a PagePool")):
+        with pytest.raises(ValueError, match=message):
+            pm_ops.load_pages(file, pool, model=MODEL)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            pm_ops.save_pages(tmp_path / "b", pool, [0], model=MODEL)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == [file.name]
 
 
 def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,108 @@ def test_an_offer_survives_as_bytes_and_no_change_of_it_does() -> None:
             Offer.from_bytes(other)
 
 
+class Agent:
+    """An agent whose transfers end at once, with ``ends``, and move nothing."""
+
+    def __init__(self, ends: object = "DONE", regions: int = 9) -> None:
+        self.ends, self.regions = ends, regions
+        self.registered: list[int] = []
+        self.removed: list[str] = []
+        self.offers = 0
+
+    def register_memory(self, regions: list[tuple[int, int, int, str]], memory: str) -> int:
+        if len(self.registered) == self.regions:
+            raise KeyError("no more memory")
+        self.registered.append(regions[0][0])
+        return regions[0][0]
+
+    def deregister_memory(self, region: int) -> None:
+        self.registered.remove(region)
+
+    def get_agent_metadata(self) -> bytes:
+        self.offers += 1
+        return f"metadata {self.offers}".encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        return "peer"
+
+    def remove_remote_agent(self, peer: str) -> None:
+        self.removed.append(peer)
+
+    def get_xfer_descs(self, runs: list[tuple[int, int, int]], memory: str) -> list[tuple[int, int, int]]:
+        return runs
+
+    def initialize_xfer(self, *arguments: object) -> int:
+        return 1
+
+    def transfer(self, handle: int) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: int) -> Any:
+        if isinstance(self.ends, Exception):
+            raise self.ends
+        return self.ends
+
+    def release_xfer_handle(self, handle: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "message"),
+    [
+        ("DONE", ValueError, "page 0 of 2 is corrupted"),
+        ("ERR", RuntimeError, "NIXL: a transfer of 2 pages ended as 'ERR'"),
+        (KeyError("gone"), RuntimeError, r"NIXL: a transfer of 2 pages failed: KeyError\('gone'\)"),
+    ],
+)
+def test_a_transfer_that_failed_says_so_at_every_call(ends: object, error: type[Exception], message: str) -> None:
+    source, target = (packed_pool(LAYOUTS["page_major"], 4, seed) for seed in (1, 2))
+    nixl = pm_ops.NixlPages(Agent(ends), source, target, model="m")
+    transfer = nixl.read(nixl.offer(source, [0, 1]), target, [2, 3])
+    for call in (transfer.done, transfer.done, transfer.wait, transfer.wait):
+        with pytest.raises(error, match=message) as raised:
+            call()
+    assert len(raised.traceback) < 6
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [("add_remote_agent", "the agent that made the offer cannot be added"),
+     ("initialize_xfer", "a transfer of 1 page cannot begin"), ("transfer", "a transfer of 1 page cannot begin")],
+)  # fmt: skip
+def test_an_error_of_nixl_before_a_transfer_begins_is_a_runtimeerror(
+    call: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = packed_pool(LAYOUTS["page_major"], 4)
+    nixl = pm_ops.NixlPages(Agent(), pool, model="m")
+    offer = nixl.offer(pool, [0])
+
+    def gone(*arguments: object) -> None:
+        raise KeyError("gone")
+
+    monkeypatch.setattr(Agent, call, gone)
+    for begin in (nixl.read, nixl.write):
+        with pytest.raises(RuntimeError, match=rf"NIXL: {message}: KeyError\('gone'\)"):
+            begin(offer, pool, [1])
+
+
+def test_a_peer_is_forgotten_once_whatever_metadata_it_had() -> None:
+    pool = packed_pool(LAYOUTS["page_major"], 4)
+    nixl = pm_ops.NixlPages(agent := Agent(), pool, model="m")
+    for page in (0, 1):
+        nixl.read(nixl.offer(pool, [page], digests=False), pool, [2]).wait()
+    nixl.close()
+    nixl.close()
+    assert agent.removed == ["peer"] and not agent.registered
+
+
+def test_what_was_registered_is_given_back_where_more_cannot_be() -> None:
+    pools = [packed_pool(LAYOUTS["page_major"], 4) for _ in range(3)]
+    agent = Agent(regions=2)
+    with pytest.raises(RuntimeError, match="bytes on cpu cannot be registered: KeyError.*no more memory"):
+        pm_ops.NixlPages(agent, *pools, model="m")
+    assert not agent.registered
+
+
 @pytest.fixture(scope="module")
 def happened() -> dict[str, Any]:
     folders = [*map(peers.fetched, peers.NIXL), ROOT, ROOT / "tests"]
@@ -80,6 +182,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_lands_and_what_changed_is_no
         "twice": "page 1 is named twice", "no page": "no pages to offer", "no layer": "or no layers",
         "cut": "not an offer of pages", "changed": "it has changed since it was written",
         "unregistered": "is not registered", "torn": "page 2 of 4 is corrupted", "closed": "is not registered",
+        "own": "ValueError: an offer of this process's own pages", "gone": "RuntimeError: NIXL: ",
     }  # fmt: skip
     assert set(happened["refused"]) == set(messages)
     for name, message in messages.items():

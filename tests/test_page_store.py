@@ -138,9 +138,27 @@ def test_what_can_never_fit_is_refused_and_evicts_nothing(tmp_path: Path) -> Non
 def test_a_key_that_is_no_plain_name_is_refused(key: str, tmp_path: Path) -> None:
     store, pool = PageStore(tmp_path, 1 << 20, model=MODEL), packed_pool(LAYOUT, 6)
     for call in (lambda: store.put(key, pool, [0]), lambda: store.get(key, pool), lambda: store.discard(key)):
-        with pytest.raises(ValueError, match="give 1 to 200 letters"):
+        with pytest.raises(ValueError, match="a string of 1 to 200 letters"):
             call()
     store.put("x" * 200, pool, [0])
+
+
+def test_arguments_in_another_order_are_refused(tmp_path: Path) -> None:
+    store, pool = PageStore(tmp_path, 1 << 20, model=MODEL), packed_pool(LAYOUT, 6)
+    with pytest.raises(ValueError, match="key must be a string .* got PagePool"):
+        store.put(pool, "a", [0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pool must be a PagePool, such as HostPool.pool, got HostPool"):
+        store.put("a", pm_ops.HostPool(pool, 2), [0])  # type: ignore[arg-type]
+    assert not store.keys()
+
+
+def test_an_entry_that_was_cut_is_none_that_is_there_already(tmp_path: Path) -> None:
+    store, pool = PageStore(tmp_path, 1 << 20, model=MODEL), packed_pool(LAYOUT, 6)
+    store.put("a", pool, [0, 1])
+    os.truncate(tmp_path / "a.safetensors", ENTRY - 1)
+    with pytest.raises(ValueError, match="truncated: .* inside page 1 of 2"):
+        store.put("a", pool, [0, 1])
+    assert store.discard("a") and store.put("a", pool, [0, 1])
 
 
 def test_an_entry_evicted_while_it_is_read_is_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

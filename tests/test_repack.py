@@ -1,5 +1,6 @@
 """A plan's arithmetic: what moves, in how many pieces, what is refused and why."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -127,6 +128,14 @@ REFUSED = {
     r"heads=\(0, 2, 4\) is .* but there are 8 and 4 heads": ((page_major(), page_major(heads=4)), {"heads": (0, 2, 4)}),
     r"heads=\(0, 0, 0\): give": ((page_major(), page_major()), {"heads": (0, 0, 0)}),
     r"heads=\(-1, 0, 1\): give": ((page_major(), page_major()), {"heads": (-1, 0, 1)}),
+    r"heads=4: give \(first source head, first target head, count\)": ((page_major(), page_major()), {"heads": 4}),
+    r"heads=\(0, 4\): give": ((page_major(), page_major()), {"heads": (0, 4)}),
+    r"heads=\(2.5, 0, 2\): give .* integers": ((page_major(), page_major()), {"heads": (2.5, 0, 2)}),
+    r"layers=\[0, 1\]: give {source layer: target layer}": ((page_major(), page_major()), {"layers": [0, 1]}),
+    r"layers={0: 1.5}: give .* integers": ((page_major(), page_major()), {"layers": {0: 1.5}}),
+    "source must be a PageLayout, such as PagePool.layout, got PagePool": (
+        (pm_ops.PagePool(page_major(), 2), page_major()), {}),
+    "target must be a PageLayout, such as PagePool.layout, got dict": ((page_major(), {}), {}),
     "8 x 16 bfloat16 against rows of 8 x 32 bfloat16": ((page_major(), page_major(dim=32)), {}),
     "float32 against rows of 8 x 16 bfloat16; not every float32 is a bfloat16, nothing else would do": (
         (page_major(dtype="float32"), page_major()), {}),
@@ -189,3 +198,47 @@ def test_a_plan_is_frozen_and_its_table_is_made_once() -> None:
     assert plan.table(torch.device("cpu")).tolist() == [list(run) for run in plan.runs]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.heads = (0, 0, 1)  # type: ignore[misc]
+
+
+def test_a_plan_is_a_key_and_keeps_what_it_was_made_of() -> None:
+    """Whatever becomes of the dict and the lists that it was given."""
+    layers, heads, kinds = {2: 0, 0: 2}, [1, 0, 2], ["key"]
+    chosen = {"layers": layers, "heads": heads, "kinds": kinds}
+    plan = pm_ops.RepackPlan(page_major(), page_major(), **chosen)  # type: ignore[arg-type]
+    same = pm_ops.RepackPlan(page_major(), page_major(), {0: 2, 2: 0}, (1, 0, 2), ("key",))
+    assert plan == same and hash(plan) == hash(same) and dataclasses.replace(plan) == plan
+    said = str(plan)
+    layers[1], heads[2] = 1, 8
+    kinds.append("value")
+    assert plan == same and str(plan) == said and plan._kinds(0, 2) == ("key",)
+
+
+class Elsewhere(pm_ops.PagePool):
+    """A pool on the CPU that takes itself for one on a GPU."""
+
+    device = torch.device("cuda:0")  # type: ignore[assignment]
+
+
+def elsewhere() -> Elsewhere:
+    pool = pm_ops.PagePool(page_major(), 2)
+    pool.__class__ = Elsewhere
+    return pool  # type: ignore[return-value]
+
+
+def test_a_first_run_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, pages = pm_ops.RepackPlan(page_major(), page_major()), torch.tensor([0])
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r'being captured, .* call plan.table\(torch.device\("cuda:0"\)\)$'):
+        plan.run(elsewhere(), elsewhere(), pages, pages)
+    assert plan._tables == {}
+
+
+def test_the_table_outlives_the_plan_until_the_stream_of_the_run_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, pages = pm_ops.RepackPlan(page_major(), page_major()), torch.tensor([0])
+    table = plan._tables[Elsewhere.device] = plan.table(torch.device("cpu"))
+    told = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append((tensor, stream)))
+    plan.run(elsewhere(), elsewhere(), pages, pages)
+    assert len(told) == 1 and told[0][0] is table and told[0][1] == "stream of cuda:0"

@@ -11,7 +11,7 @@ from .cases import SUITES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to the command's parser."""
     names = ",".join(SUITES)
-    parser.add_argument("--suite", default=names, help=f"comma-separated, of {names} (default: all)")
+    parser.add_argument("--suite", default=names, help=f"comma-separated, of {', '.join(SUITES)} (default: all)")
     parser.add_argument("--impl", help="comma-separated names of implementations (default: all that are found)")
     parser.add_argument(
         "--peers",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
+import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -147,6 +148,20 @@ def require_indices(name: str, index: Tensor, device: torch.device, dim: int = 1
     if index.dtype not in INDEX_DTYPES or index.dim() != dim:
         raise ValueError(f"{name} must be a {dim}-D int32 or int64 tensor, got {describe(index)}")
     require_device(name, index, device)
+
+
+def page_ids(pages: Tensor | Iterable[int]) -> list[int]:
+    """Page ids as a list, for the host. Raises ValueError for what is no list of integers: nothing is rounded."""
+    if isinstance(pages, Tensor):
+        require_indices("pages", pages, pages.device)
+        return pages.tolist()
+    try:
+        ids = list(pages)
+        if bool in map(type, ids):  # a mask would be pages 1 and 0
+            raise TypeError
+        return list(map(operator.index, ids))
+    except TypeError:
+        raise ValueError(f"pages must be a list of integers or a 1-D tensor of them, got {pages!r:.100}") from None
 
 
 def require_device(name: str, tensor: Tensor, device: torch.device) -> None:
