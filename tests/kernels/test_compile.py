@@ -51,7 +51,7 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         backend = make_backend(target)
-        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        names = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         bound, specialization, _ = create_function_from_signature(self.signature, self.params, backend)(*args, **kwargs)
         seen.add(f"{self.__name__} {specialization} {options}")
@@ -77,10 +77,12 @@ def launch_every_kernel() -> None:
     from pm_ops.kernels.repack import repack_pages
     from pm_ops.kernels.rope import rope_store_kv
     from pm_ops.kernels.store import load_kv, store_kv
+    from pm_ops.kernels.transfer import move_pages
     from pm_ops.ops.merge import MergeAttention
     from pm_ops.ops.pages import CopyPages, CopySlots, GatherPages, ZeroPages
     from pm_ops.ops.repack import RepackPages
     from pm_ops.ops.store import LoadKV, StoreKV
+    from pm_ops.transfer_queue import MovePages
 
     f32, f16, bf16, e4m3, e5m2 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
     attention(attention_case("cpu", [64], 1, dtypes=(bf16, bf16, bf16), dims=(64, 64), width=64))  # split
@@ -127,9 +129,14 @@ def launch_every_kernel() -> None:
     zero_pages(ZeroPages(pool.buffer, slots[:2].int(), pool.region))
     copy_pages(CopyPages(pool.buffer, slots[:2], slots[:2].flip(0), pool.region))
     copy_slots(CopySlots(pool.buffer, slots, slots, torch.tensor([[0, 40, 40]]), 4, pool.region))
+    for page_bytes in (1 << 16, 20):
+        move_pages(MovePages(pool.buffer, pool.buffer, slots.view(2, 2), (0, 0), (page_bytes,) * 2, page_bytes, True))
+        move_pages(MovePages(pool.buffer, pool.buffer, slots.view(2, 2), (0, 4), (page_bytes,) * 2, page_bytes, False))
     other = pages("token_major", 4, 6, 1, kinds)
     regions = (pool.region, other.region)
-    repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, torch.zeros(3, 5).long(), 15, 4, 4, *regions))
+    for dtypes in ((), (bf16, f32), (e4m3, bf16), (e5m2, f16)):
+        table = torch.zeros(3, 6).long()
+        repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, table, 15, 4, 4, *regions, *dtypes))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:
