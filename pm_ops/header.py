@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -138,4 +138,9 @@ def _difference(got: PageLayout, wanted: PageLayout) -> str:
             return f"{names}: {field} {getattr(got, field)} instead of {getattr(wanted, field)}"
     theirs, ours = ({(p.layer, p.kind): p for p in layout.planes} for layout in (got, wanted))
     key = min(key for key in {*theirs, *ours} if theirs.get(key) != ours.get(key))
-    return f"{names}: plane {theirs.get(key)} instead of {ours.get(key)}"
+    a, b = theirs.get(key), ours.get(key)
+    if a is None or b is None:
+        return f"{names}: plane {a} instead of {b}"
+    differ = [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
+    values = ", ".join(f"{name} {getattr(a, name)} instead of {getattr(b, name)}" for name in differ)
+    return f"{names}: {a.kind!r} of layer {a.layer}: {values}"

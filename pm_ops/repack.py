@@ -49,7 +49,8 @@ class RepackPlan:
     Args:
         source, target: the layouts.
         layers: ``{source layer: target layer}``, a pipeline stage's share, say: ``{l: l - 16 for l in range(16, 32)}``.
-            Other layers are neither read nor written. Default: every layer as it is, and both have the same.
+            Other layers are neither read nor written. Default: every layer as it is, and both have the same. The plan
+            keeps them as pairs.
         heads: ``(first source head, first target head, count)``, for tensor parallelism: rank ``r`` of ``n`` gets
             ``(r * H // n, 0, H // n)`` of ``H`` heads, and gives ``(0, r * H // n, H // n)`` to a merge. Other heads
             are neither read nor written. Default: every head, and both have as many. Where layers have different

@@ -51,7 +51,12 @@ LATER = replace(LAYOUT.planes[-1], dtype=torch.float16)
         (pm_ops.page_major(3, 2, 4, 6, torch.bfloat16, value_dim=6), MODEL, 3, "page_size 3 instead of 6"),
         (LAYOUTS["token_major"], MODEL, 3, r"\(page_major\) instead of \w{16} \(token_major\)"),
         (replace(LAYOUT, page_bytes=1024), MODEL, 3, f"page_bytes {LAYOUT.page_bytes} instead of 1024"),
-        (replace(LAYOUT, planes=(*LAYOUT.planes[:-1], LATER)), MODEL, 3, r"layer=2, kind='value'.*bfloat16"),
+        (
+            replace(LAYOUT, planes=(*LAYOUT.planes[:-1], LATER)),
+            MODEL,
+            3,
+            "'value' of layer 2: dtype torch.bfloat16 instead of torch.float16$",
+        ),
         (replace(LAYOUT, planes=LAYOUT.planes[:-1]), MODEL, 3, "kind='value'.* instead of None"),
         (LAYOUT, "llama@1f2e, rank 1", 3, "model 'llama@1f2e, rank 0' instead of 'llama@1f2e, rank 1'"),
         (LAYOUT, MODEL, 2, "3 pages instead of 2"),
