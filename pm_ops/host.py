@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from .descriptors import checked_pages
+from .descriptors import checked_pages, require_memory
 from .layout import counted
 from .pool import PagePool
 from .transfer import Transfer
@@ -58,6 +58,7 @@ class HostPool:
     """
 
     def __init__(self, pool: PagePool, num_pages: int, *, max_in_flight: int = 1 << 30) -> None:
+        require_memory(pool)
         if pool.device.type not in ("cpu", "cuda"):
             raise ValueError(f"a pool on {pool.device} has no host tier; put it on CUDA or on the CPU")
         self.pool = PagePool(pool.layout, num_pages)
@@ -102,7 +103,7 @@ class HostPool:
 
     def restore(
         self,
-        pages: Tensor | Sequence[int],
+        host_pages: Tensor | Sequence[int],
         page_ids: Tensor | Sequence[int],
         *,
         by_layer: bool = False,
@@ -112,11 +113,12 @@ class HostPool:
         """Copy host pages, which stay as they are, to as many pages of the pool.
 
         Args:
-            pages: host pages that have an owner, such as ``offload(...).pages`` or some of them.
+            host_pages: those that have an owner, such as ``offload(...).pages`` or some of them.
             page_ids: pages of the pool, distinct.
             by_layer: layer after layer, so that :meth:`Transfer.wait_layer` lets a model's first layer begin while
                 later ones are still on their way. Padding between planes is not moved. A layer's bytes have to lie
-                together in the page, as in ``page_major`` and in vLLM's BLNHC and BLHNC.
+                in few places of the page, as in ``page_major``, in vLLM's BLNHC and BLHNC, and in HiCache's
+                ``page_first_direct``.
             impl, progress: as in :meth:`offload`.
 
         Raises:
@@ -127,7 +129,7 @@ class HostPool:
                 Nothing is on its way then.
         """
         self._settle()  # the state that is checked is the one in which the transfer begins
-        sources = checked_pages(self.pool, pages)
+        sources = checked_pages(self.pool, host_pages)
         targets = checked_pages(self._in.target, page_ids, distinct=True)
         if len(sources) != len(targets):
             raise ValueError(f"{counted(len(sources), 'host page')} for {len(targets)} of the pool; they go in pairs")
@@ -142,7 +144,7 @@ class HostPool:
             )
         return self._submit(transfer, transfer.source_pages)
 
-    def free(self, pages: Tensor | Sequence[int]) -> None:
+    def free(self, host_pages: Tensor | Sequence[int]) -> None:
         """One owner less for each host page, like :meth:`PageAllocator.free`. Those in flight are reused after that.
 
         Raises:
@@ -150,7 +152,7 @@ class HostPool:
             RuntimeError: a page has no owner.
         """
         self._settle()
-        ids = checked_pages(self.pool, pages)
+        ids = checked_pages(self.pool, host_pages)
         if self._active:
             times = Counter(ids)
             self._require_owned(times, "free")
@@ -168,6 +170,11 @@ class HostPool:
             self._settle()
             self._memory()
 
+    def __repr__(self) -> str:
+        state = f"{self.pool.allocator.num_free} free" if self._memory.alive else "closed"
+        size = f"{counted(self.pool.num_pages, 'page')} of {self.pool.layout.page_bytes} B"
+        return f"HostPool({size}, {state}, for {self._out.source!r})"
+
     def _alloc(self, page_ids: list[int]) -> list[int]:
         """A host page for each page: in the same order, so that pages that are adjacent stay so."""
         allocator, count = self.pool.allocator, len(page_ids)
@@ -178,6 +185,11 @@ class HostPool:
                     user = next(transfer for transfer in self._active if transfer.held)
                     user.queue.finish(user)
                     self._settle()
+            else:
+                raise RuntimeError(
+                    f"out of host pages: {count} asked for, {allocator.num_free} of {allocator.num_pages} free, "
+                    f"{waiting} more when transfers have arrived; free some first, or make a HostPool of more"
+                )
         free = sorted(allocator.alloc(count))
         pages = [0] * count
         for place, page in zip(sorted(range(count), key=page_ids.__getitem__), free, strict=True):
@@ -206,7 +218,10 @@ class HostPool:
             owners = self.pool.allocator.refcount(page) - held[page]
             if count > owners:
                 often = f" {count} times" if count > 1 else ""
-                raise RuntimeError(f"cannot {verb} host page {page}{often}: it has {counted(owners, 'owner')}")
+                raise RuntimeError(
+                    f"cannot {verb} host page {page}{often}: it has {counted(owners, 'owner')}; an offload's pages "
+                    "have one until they are freed"
+                )
 
     def _held(self) -> Counter[int]:
         """How many transfers own a host page that was freed in flight."""

@@ -88,7 +88,7 @@ class Transfer:
         """
         layers = self.queue.source.layout.layers
         if layer not in layers:
-            raise ValueError(f"no layer {layer} in this layout, whose layers are {list(layers)}")
+            raise ValueError(f"no layer {layer!r} in this layout, whose layers are {list(layers)}")
         if not self.by_layer:
             raise ValueError("these pages are moved as a whole; restore(..., by_layer=True) them, or wait()")
         if self.source_pages and layer not in self.layers:

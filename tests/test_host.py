@@ -222,8 +222,18 @@ def test_a_host_pool_with_a_cancelled_transfer_goes_as_well(log) -> None:
 
 
 def test_a_pool_without_memory_or_a_host_tier_without_pages(pool: PagePool) -> None:
-    with pytest.raises(ValueError, match="no host tier"):
+    with pytest.raises(ValueError, match="on the meta device has no memory"):
         HostPool(PagePool(pool.layout, 2, "meta"), 2)
+    host = HostPool(pool, 2)
+    with pytest.raises(ValueError, match="pool must be a PagePool, such as HostPool.pool, got HostPool"):
+        HostPool(host, 2)  # type: ignore[arg-type]
+    assert repr(host) == f"HostPool(2 pages of {pool.layout.page_bytes} B, 2 free, for {pool!r})"
+    with pytest.raises(RuntimeError, match="out of host pages: 3 asked for, 2 of 2 free, 0 more when"):
+        host.offload([0, 1, 2])
+    with pytest.raises(RuntimeError, match="cannot restore host page 1: it has 0 owners; an offload's pages"):
+        host.restore([1], [0])
+    host.close()
+    assert "closed" in repr(host)
     with pytest.raises(ValueError, match="num_pages=0"):
         HostPool(pool, 0)
     with pytest.raises(ValueError, match="max_in_flight=0"):

@@ -149,7 +149,7 @@ def test_a_callback_that_takes_the_last_host_page_is_not_asked_meanwhile(log) ->
     back = host.restore(saved.pages, [6, 7], progress=lambda t: host.offload([2]))
     host.free(saved.pages)
     assert sorted(host.offload([3, 4]).pages) == [0, 1]
-    with pytest.raises(RuntimeError, match="out of pages"):
+    with pytest.raises(RuntimeError, match="out of host pages"):
         back.done()
 
 

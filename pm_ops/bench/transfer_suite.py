@@ -47,6 +47,7 @@ def repack_case(suite: str, shape: RepackShape) -> Case:
         shape.nbytes,
         graph=False,
         tolerance=0.0,
+        apart=shape.peer,  # two streams wait for one another: as long for the host as for short transfers
     )
 
 
