@@ -1,0 +1,42 @@
+"""The places of vLLM that the plugin needs. It goes by what is there, never by version numbers."""
+
+from __future__ import annotations
+
+import importlib
+
+BASE = {
+    "VllmConfig.additional_config": "vllm.config:VllmConfig.__dataclass_fields__.additional_config",
+    "attention backend CUSTOM": "vllm.v1.attention.backends.registry:AttentionBackendEnum.CUSTOM",
+    "register_backend": "vllm.v1.attention.backends.registry:register_backend",
+    "KVCacheLayout": "vllm.v1.kv_cache_layout:KVCacheLayout",
+    "layouts of a backend": "vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts",
+    "layouts of a worker": "vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts",
+    "strides of a cache": "vllm.v1.kv_cache_interface:KVCacheTensor.__dataclass_fields__.block_stride",
+}
+"""What every platform needs: what it is, and ``module:attributes``."""
+
+WORKERS = {"cpu": ("vllm.v1.worker.cpu_worker.CPUWorker", "pm_ops.adapters.vllm.worker_cpu.PageMajorCPUWorker")}
+"""Of each device that is supported: vLLM's own worker class, and ours that takes its place."""
+
+
+def missing() -> list[str]:
+    """The hooks that the installed vLLM does not have, in words. Imports vLLM."""
+    return [f"{what} ({path.replace(':', '.')})" for what, path in BASE.items() if not _present(path)]
+
+
+def _present(path: str) -> bool:
+    module, _, attributes = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return False
+    for name in attributes.split("."):
+        if isinstance(found, dict):
+            if name not in found:
+                return False
+            found = found[name]
+        elif not hasattr(found, name):
+            return False
+        else:
+            found = getattr(found, name)
+    return True

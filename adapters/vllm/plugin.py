@@ -1,0 +1,98 @@
+"""The entry point ``vllm.general_plugins: pm_ops``.
+
+vLLM loads plugins before it has a configuration, and in every process. So loading only hooks the making of
+configurations; an engine that asks gets our worker class and our attention backend written into its own configuration,
+which then carry everything to where it is used. Other engines, of the same process too, are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from . import hooks
+from .config import HOW, KEY, Settings, write_environment
+
+
+def register() -> None:
+    """Hook the making of ``VllmConfig``. Called by vLLM, any number of times."""
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__post_init__
+    if hasattr(original, "pm_ops_original"):
+        return
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        write_environment(self)
+        settings = Settings.of(self)
+        if settings is None:
+            original(self)
+            return
+        _refuse(self, settings)
+        _choose_attention(self)
+        original(self)
+        _choose_worker(self)
+
+    post_init.pm_ops_original = original  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = post_init
+
+
+def _refuse(config: Any, settings: Settings) -> None:
+    """Raise for what the adapter cannot do, before the engine starts."""
+    from vllm import envs
+
+    absent = hooks.missing()
+    if absent:
+        raise RuntimeError(
+            f"pm_ops: this vLLM has no {'; no '.join(absent)}. The adapter needs vLLM 0.29 or newer: upgrade it, or "
+            f"leave the entry {KEY!r} and PM_OPS out"
+        )
+    requested = envs.VLLM_KV_CACHE_LAYOUT
+    if requested is not None and requested != settings.engine_layout:
+        raise ValueError(
+            f"VLLM_KV_CACHE_LAYOUT={requested}, but pm_ops was asked for layout {settings.layout}, which needs "
+            f"{settings.engine_layout} there; unset the variable, or ask pm_ops for the layout: {HOW}"
+        )
+    transfer = config.kv_transfer_config
+    if transfer is not None and settings.layout == "page_major":
+        raise ValueError(
+            f"pm_ops: the KV connector {transfer.kv_connector} would read page_major blocks as BLNHC ones, which have "
+            'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or run without a connector'
+        )
+    if config.speculative_config is not None:
+        raise ValueError(
+            "pm_ops: speculative decoding is not supported; leave speculative_config out, or run without pm_ops"
+        )
+
+
+def _choose_attention(config: Any) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    attention = config.attention_config
+    if attention.backend not in (None, AttentionBackendEnum.CUSTOM) or attention.backend_per_kind:
+        chosen = attention.backend_per_kind or attention.backend.name
+        raise ValueError(
+            f"attention backend {chosen} and pm_ops were both asked for; pm_ops brings the attention that reads its "
+            "layout. Leave one of them out"
+        )
+    attention.backend = AttentionBackendEnum.CUSTOM
+
+
+def _choose_worker(config: Any) -> None:
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    if device not in hooks.WORKERS:
+        raise RuntimeError(
+            f"pm_ops: vLLM runs on {device}; this adapter supports {', '.join(hooks.WORKERS)}. Leave the entry {KEY!r} "
+            "and PM_OPS out"
+        )
+    stock, ours = hooks.WORKERS[device]
+    parallel = config.parallel_config
+    if parallel.worker_cls not in ("auto", stock, ours):
+        raise ValueError(
+            f"pm_ops: worker_cls is {parallel.worker_cls}, and pm_ops brings a worker of its own; leave one of them out"
+        )
+    if parallel.worker_cls == stock:
+        parallel.worker_cls = ours
