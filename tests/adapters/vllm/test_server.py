@@ -1,0 +1,84 @@
+"""The OpenAI server, as a user starts it: PM_OPS=1, processes of its own, the same tokens."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engines
+
+from vllm_engine import ENVIRONMENT, TOKENS, engine, generate
+
+PROMPTS = ("Why is the sky blue?", "Once upon a time", "def fibonacci(n):")
+STARTED_WITHIN = 300  # seconds
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    from examples._smollm2 import smollm2_folder
+
+    return smollm2_folder()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """(address, log file) of a server that was asked for pm_ops by the environment alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
+    options += ["--kv-cache-memory-bytes", str(1 << 27), "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PM_OPS": "1"}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + STARTED_WITHIN
+        while not answers(f"{address}/health"):
+            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield address, log
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def complete(address: str, model: Path, prompt: str) -> str:
+    body: dict[str, Any] = {"model": str(model), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        json.dumps({**body, "ignore_eos": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)["choices"][0]["text"]
+
+
+def test_completions_equal_those_of_a_stock_engine(model: Path, server: tuple[str, Path]) -> None:
+    address, log = server
+    with engine(model) as llm:
+        stock = [output.outputs[0].text for output in generate(llm, PROMPTS)]
+    assert [complete(address, model, prompt) for prompt in PROMPTS] == stock
+    lines = re.findall(r"pm_ops \S+: .*", log.read_text())
+    assert len(lines) == 1 and "KV cache page_major, 30 layers in" in lines[0]
