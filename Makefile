@@ -28,7 +28,7 @@ test:
 
 test-engines:
 	@PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' --ignore=$(VLLM_TESTS) $(ARGS)
-	@OMP_NUM_THREADS=1 $(RUN) --vllm -m pytest -m engines $(VLLM_TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) --vllm -m pytest -n $(WORKERS) --dist loadfile -m engines $(VLLM_TESTS) $(ARGS)
 
 gpu-test:
 	@$(RUN) --cuda -m pytest -m gpu $(ARGS)

@@ -65,7 +65,9 @@ def main() -> None:
     pool = llm.collective_rpc("page_pools")[0][0]  # page i is the engine's block i
     print(f"{pool}: {pool.layout.copies_per_page_layer_major} copies to move a page layer by layer, 1 here")
     (row,) = pool.gather([1])
-    print(f"page 1 holds {pool.page_size} tokens of every layer: one run of {row.numel()} bytes, {row.count_nonzero()} not 0")
+    print(
+        f"page 1: {pool.page_size} tokens of every layer in one run of {row.numel()} bytes, {row.count_nonzero()} not 0"
+    )
 
 
 if __name__ == "__main__":

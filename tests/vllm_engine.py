@@ -17,10 +17,20 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_LOGGING_COLOR": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several test processes would all be bound to the same cores
 }
 os.environ.update(ENVIRONMENT)
 TOKENS = 48
+PROMPTS = (
+    "Why is the sky blue?",
+    "Once upon a time",
+    "def fibonacci(n):",
+    "The capital of France is",
+    "1, 2, 3, 4,",
+    "A hash table is a data structure that maps keys to values. " * 12,  # long enough for the prefix cache
+    "Roses are red, violets are",
+    "To whom it may concern: I am writing to you about the lighthouse, whose keeper found a letter in a bottle.",
+)
 Prompts = Sequence[str] | Sequence[list[int]]
 
 
@@ -58,6 +68,13 @@ def generate(llm: Any, prompts: Prompts) -> list[Any]:
 
 def tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct's checkpoint."""
+    from examples._smollm2 import smollm2_folder
+
+    return smollm2_folder()
 
 
 def pools(llm: Any) -> list[Any]:

@@ -1,5 +1,5 @@
 """vLLM on block-outermost KV caches: the engine's own plugin mechanism, no fork, nothing changed unless asked for.
 
-``pip install pm-ops`` next to vLLM, then ``PM_OPS=1`` or ``--additional-config '{"pm_ops": {}}'``: see
-:class:`pm_ops.adapters.vllm.config.Settings` for what can be asked for, and ``pm-ops doctor vllm`` for what is possible.
+``pip install pm-ops`` next to vLLM, then ``PM_OPS=1`` or ``--additional-config '{"pm_ops": {}}'``.
+:class:`pm_ops.adapters.vllm.config.Settings` says what can be asked for, ``pm-ops doctor vllm`` what is possible here.
 """

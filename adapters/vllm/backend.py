@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -132,14 +133,15 @@ class PageMajorImpl(AttentionImpl[PageMajorMetadata]):
         self.softcap = logits_soft_cap or 0.0
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
-        self._located: tuple[Tensor, LayerCache] | None = None
+        self._located = WeakTensorKeyDictionary()  # vLLM frees the cache by dropping its views: keep none alive
 
     def locate(self, kv_cache: Tensor) -> LayerCache:
         """Where this layer's keys and values lie in the engine's buffer."""
-        if self._located is None or self._located[0] is not kv_cache:
+        found: LayerCache | None = self._located.get(kv_cache)
+        if found is None:
             dtype = FP8.get(self.kv_cache_dtype, kv_cache.dtype)
-            self._located = kv_cache, locate(kv_cache, self.settings.layout, self.head_size, dtype)
-        return self._located[1]
+            found = self._located[kv_cache] = locate(kv_cache, self.settings.layout, self.head_size, dtype)
+        return found
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

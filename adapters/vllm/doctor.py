@@ -1,6 +1,6 @@
-"""What the adapter can do with the vLLM that is installed: ``python -m pm_ops.adapters.vllm.doctor`` prints one JSON line.
+"""What the adapter can do with the vLLM that is installed, as one line of JSON.
 
-``pm-ops doctor`` runs it in a process of its own.
+``pm-ops doctor`` runs it in a process of its own: ``python -m pm_ops.adapters.vllm.doctor``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def examine() -> dict[str, Any]:
     found = f"{_version()}, on {device}"
     problems = [f"no {hook}: vLLM 0.29 or newer has it" for hook in hooks.missing()]
     if device not in hooks.WORKERS:
-        problems.append(f"no support for vLLM on {device or 'this machine'}: it is there for {', '.join(hooks.WORKERS)}")
+        problems.append(f"vLLM runs on {device or 'no device here'}: supported is {', '.join(hooks.WORKERS)}")
     names = {point.name for point in importlib.metadata.entry_points(group=GROUP)}
     if "pm_ops" not in names:
         problems.append("vLLM does not see the plugin: install pm_ops into this environment (pip install pm-ops)")
@@ -57,11 +57,10 @@ def examine() -> dict[str, Any]:
 
 def _version() -> str:
     """Of the distribution that holds the package ``vllm``: builds for other devices have names of their own."""
-    for name in importlib.metadata.packages_distributions().get("vllm", ["vllm"]):
+    for name in importlib.metadata.packages_distributions().get("vllm", []):
         return f"{name} {importlib.metadata.version(name)}"
     return "unknown version"
 
 
 if __name__ == "__main__":
-    report = examine()
-    print(json.dumps(report))
+    print(json.dumps(examine()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 BASE = {
     "VllmConfig.additional_config": "vllm.config:VllmConfig.__dataclass_fields__.additional_config",
@@ -27,16 +28,9 @@ def missing() -> list[str]:
 def _present(path: str) -> bool:
     module, _, attributes = path.partition(":")
     try:
-        found = importlib.import_module(module)
-    except ImportError:
+        found: Any = importlib.import_module(module)
+        for name in attributes.split("."):
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+    except (ImportError, AttributeError, KeyError):
         return False
-    for name in attributes.split("."):
-        if isinstance(found, dict):
-            if name not in found:
-                return False
-            found = found[name]
-        elif not hasattr(found, name):
-            return False
-        else:
-            found = getattr(found, name)
     return True

@@ -52,8 +52,8 @@ def locate(cache: Tensor, layout: str, key_dim: int, dtype: torch.dtype) -> Laye
     """
     pages, heads, tokens, content = cache.shape
     size = cache.element_size()
-    offset = cache.storage_offset() * size
-    page, head, token = (stride * size for stride in cache.stride()[:3])
+    offset = int(cache.storage_offset()) * size
+    page, head, token = (int(stride) * size for stride in cache.stride()[:3])
     key_row, value_row = key_dim * size, (content - key_dim) * size
     key, value = [offset, page, token, head, pages], [offset + key_row, page, token, head, pages]
     if layout == "page_major":
@@ -121,6 +121,6 @@ def _states(number: int, states: Iterable[Tensor]) -> list[Plane]:
     for i, state in enumerate(states):
         size = state.element_size()
         kind = STATES[i] if i < len(STATES) else f"state{i}"
-        offset, stride = state.storage_offset() * size, state.stride(1) * size
+        offset, stride = int(state.storage_offset()) * size, int(state.stride(1)) * size
         planes.append(Plane(number, kind, offset, None, stride, tuple(state.shape[1:]), state.dtype))
     return planes

@@ -32,7 +32,7 @@ def register() -> None:
         _refuse(self, settings)
         _choose_attention(self)
         original(self)
-        _choose_worker(self)
+        _choose_worker(self, settings)
 
     post_init.pm_ops_original = original  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = post_init
@@ -79,7 +79,7 @@ def _choose_attention(config: Any) -> None:
     attention.backend = AttentionBackendEnum.CUSTOM
 
 
-def _choose_worker(config: Any) -> None:
+def _choose_worker(config: Any, settings: Settings) -> None:
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
@@ -88,6 +88,8 @@ def _choose_worker(config: Any) -> None:
             f"pm_ops: vLLM runs on {device}; this adapter supports {', '.join(hooks.WORKERS)}. Leave the entry {KEY!r} "
             "and PM_OPS out"
         )
+    if device == "cpu" and settings.impl not in ("auto", "reference"):
+        raise ValueError(f"pm_ops: impl {settings.impl} needs a GPU, and vLLM runs on the CPU; ask for auto")
     stock, ours = hooks.WORKERS[device]
     parallel = config.parallel_config
     if parallel.worker_cls not in ("auto", stock, ours):

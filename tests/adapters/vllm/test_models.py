@@ -1,5 +1,6 @@
 """Tiny models of every kind of layer, random weights: stock's tokens, and the same in every layout."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
+import psutil
 import transformers
 from vllm_engine import assert_depends_on_context, engine, generate, pools, random_prompts, save_tiny, tokens
 
@@ -48,9 +50,7 @@ def softcap() -> Any:
 
 def alibi() -> Any:
     """Bloom: slopes instead of rotations, as many KV heads as query heads."""
-    return transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=512, hidden_size=128, n_layer=4, n_head=4)
-    )
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=512, hidden_size=128, n_layer=4, n_head=4))
 
 
 def gated_delta_net() -> Any:
@@ -128,3 +128,15 @@ def test_an_fp8_cache_holds_the_same_bytes_in_every_layout(tmp_path: Path, dtype
             assert {plane.dtype for plane in pool.layout.planes} == {wanted}
             found.append(tokens(generate(llm, PROMPTS)))
     assert found[0] == found[1]
+
+
+def test_an_engine_that_was_shut_down_gives_its_cache_back_though_the_model_lives(tmp_path: Path) -> None:
+    folder = save_tiny(llama(), tmp_path)
+    with engine(folder, True, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30) as llm:
+        generate(llm, PROMPTS[:1])
+        pools(llm)[0].buffer.fill_(1)  # every byte of it is really there
+        model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+        before = psutil.Process().memory_info().rss
+    del llm
+    gc.collect()
+    assert model is not None and before - psutil.Process().memory_info().rss > 900 << 20

@@ -82,6 +82,7 @@ print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum
         ({"impl": "fast"}, {}, "impl is 'fast'; supported: auto, triton, fa3, reference"),
         ({"layouts": "BLNHC"}, {}, "is not understood; it must be true, or an object with any of layout, impl"),
         ("page_major", {}, "is not understood"),
+        ({"impl": "triton"}, {}, "impl triton needs a GPU, and vLLM runs on the CPU"),
         (True, {"attention_backend": "TORCH_SDPA"}, "attention backend TORCH_SDPA and pm_ops were both asked for"),
         (True, {"worker_cls": "my.Worker"}, "worker_cls is my.Worker"),
         (
@@ -140,6 +141,6 @@ def test_attention_of_a_kind_that_is_not_supported_is_refused(tmp_path: Path) ->
         max_position_embeddings=512,
     )
     folder = save_tiny(transformers.DeepseekV2ForCausalLM(config), tmp_path)
-    with pytest.raises(ValueError, match="cannot serve this model's attention: .*MLA not supported"):
-        with engine(folder, True, skip_tokenizer_init=True, max_model_len=256):
-            pass
+    refusal = pytest.raises(ValueError, match="cannot serve this model's attention: .*MLA not supported")
+    with refusal, engine(folder, True, skip_tokenizer_init=True, max_model_len=256):
+        pass

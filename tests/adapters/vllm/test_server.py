@@ -18,28 +18,20 @@ import pytest
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
-from vllm_engine import ENVIRONMENT, TOKENS, engine, generate
+from vllm_engine import ENVIRONMENT, PROMPTS, TOKENS, engine, generate, smollm2
 
-PROMPTS = ("Why is the sky blue?", "Once upon a time", "def fibonacci(n):")
 STARTED_WITHIN = 300  # seconds
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    from examples._smollm2 import smollm2_folder
-
-    return smollm2_folder()
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """(address, log file) of a server that was asked for pm_ops by the environment alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
     options += ["--kv-cache-memory-bytes", str(1 << 27), "--host", "127.0.0.1", "--port", str(port)]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2()), *options]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PM_OPS": "1"}
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:
@@ -64,8 +56,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def complete(address: str, model: Path, prompt: str) -> str:
-    body: dict[str, Any] = {"model": str(model), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+def complete(address: str, prompt: str) -> str:
+    body: dict[str, Any] = {"model": str(smollm2()), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     request = urllib.request.Request(
         f"{address}/v1/completions",
         json.dumps({**body, "ignore_eos": True}).encode(),
@@ -75,10 +67,10 @@ def complete(address: str, model: Path, prompt: str) -> str:
         return json.load(response)["choices"][0]["text"]
 
 
-def test_completions_equal_those_of_a_stock_engine(model: Path, server: tuple[str, Path]) -> None:
+def test_completions_equal_those_of_a_stock_engine(server: tuple[str, Path]) -> None:
     address, log = server
-    with engine(model) as llm:
+    with engine(smollm2()) as llm:
         stock = [output.outputs[0].text for output in generate(llm, PROMPTS)]
-    assert [complete(address, model, prompt) for prompt in PROMPTS] == stock
+    assert [complete(address, prompt) for prompt in PROMPTS] == stock
     lines = re.findall(r"pm_ops \S+: .*", log.read_text())
     assert len(lines) == 1 and "KV cache page_major, 30 layers in" in lines[0]

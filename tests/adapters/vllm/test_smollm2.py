@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct in fp32, real weights and the real engine: whatever the layout, stock's tokens."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,33 +11,15 @@ import pm_ops
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
-from vllm_engine import engine, generate, pools, tokens
+from vllm_engine import PROMPTS, engine, generate, pools, smollm2, tokens
 
-PROMPTS = (
-    "Why is the sky blue?",
-    "Once upon a time",
-    "def fibonacci(n):",
-    "The capital of France is",
-    "1, 2, 3, 4,",
-    "A hash table is a data structure that maps keys to values. " * 12,  # long enough for the prefix cache
-    "Roses are red, violets are",
-    "To whom it may concern: I am writing to you about the lighthouse, whose keeper found a letter in a bottle.",
-)
 LAYOUTS = ("page_major", "BLNHC", "BLHNC", "BHLNC")
 PAGE = 16
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    from examples._smollm2 import smollm2_folder
-
-    return smollm2_folder()
-
-
-@pytest.fixture(scope="module")
-def stock(model: Path) -> list[list[int]]:
-    with engine(model) as llm:
-        assert type(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker).__name__ == "CPUWorker"
+def stock() -> list[list[int]]:
+    with engine(smollm2()) as llm:
         return tokens(generate(llm, PROMPTS))
 
 
@@ -59,9 +40,9 @@ def named(layout: str) -> pm_ops.PageLayout:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_eager_tokens_equal_stock_and_every_page_is_byte_exact(
-    model: Path, stock: list[list[int]], stored: dict[str, Any], layout: str
+    stock: list[list[int]], stored: dict[str, Any], layout: str
 ) -> None:
-    with engine(model, {"layout": layout}, block_size=PAGE) as llm:
+    with engine(smollm2(), {"layout": layout}, block_size=PAGE) as llm:
         (pool,) = pools(llm)
         assert pool.layout == named(layout), "the pages are those of the format of this name"
         assert pool.buffer.numel() == pool.num_pages * pool.layout.page_bytes, "one buffer, nothing but pages"
@@ -79,9 +60,3 @@ def test_eager_tokens_equal_stock_and_every_page_is_byte_exact(
         again = generate(llm, PROMPTS)
         assert tokens(again) == stock, "with the prefix's pages found in the cache"
         assert again[5].num_cached_tokens >= 128
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled_tokens_equal_stock(model: Path, stock: list[list[int]], layout: str) -> None:
-    with engine(model, {"layout": layout}, block_size=PAGE, enforce_eager=False) as llm:
-        assert tokens(generate(llm, PROMPTS)) == stock
