@@ -53,6 +53,16 @@ def alibi() -> Any:
     return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=512, hidden_size=128, n_layer=4, n_head=4))
 
 
+def sinks() -> Any:
+    """gpt-oss: a sink a head, windows in every other layer, experts."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes = {"layer_types": kinds, "sliding_window": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**SIZES, **changes, "intermediate_size": 128}))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2)
+    return model
+
+
 def gated_delta_net() -> Any:
     """Qwen3-Next: three layers of recurrent state to one of attention."""
     linear = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2}
@@ -92,7 +102,7 @@ def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_l
         pass
 
 
-@pytest.mark.parametrize("make", [softcap, alibi], ids=["softcap", "alibi"])
+@pytest.mark.parametrize("make", [softcap, alibi, sinks], ids=["softcap", "alibi", "sinks"])
 def test_other_kinds_of_logits(tmp_path: Path, make: Callable[[], Any]) -> None:
     folder = save_tiny(make(), tmp_path)
     with engine(folder, skip_tokenizer_init=True) as llm:

@@ -126,8 +126,8 @@ def test_another_device_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch)
         configure(model, True)
 
 
-def test_attention_of_a_kind_that_is_not_supported_is_refused(tmp_path: Path) -> None:
-    """Latent attention: the engine gets as far as building the model, whose layers name their needs."""
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    """The engine gets as far as building the model, whose layers name their needs."""
     config = transformers.DeepseekV2Config(
         **SIZES,
         intermediate_size=256,
@@ -143,4 +143,11 @@ def test_attention_of_a_kind_that_is_not_supported_is_refused(tmp_path: Path) ->
     folder = save_tiny(transformers.DeepseekV2ForCausalLM(config), tmp_path)
     refusal = pytest.raises(ValueError, match="cannot serve this model's attention: .*MLA not supported")
     with refusal, engine(folder, True, skip_tokenizer_init=True, max_model_len=256):
+        pass
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    transformers.BertModel(transformers.BertConfig(**SIZES, intermediate_size=256)).save_pretrained(tmp_path)
+    refusal = pytest.raises(ValueError, match="cannot serve this model's attention: .*ENCODER_ONLY not supported")
+    with refusal, engine(tmp_path, True, skip_tokenizer_init=True, runner="pooling"):
         pass
