@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,8 +19,6 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_layout import KVCacheLayout
-
-import pm_ops
 
 from .config import HOW, Settings
 from .layout import LayerCache, locate
@@ -214,7 +211,7 @@ PATH = f"{PageMajorBackend.__module__}.{PageMajorBackend.__qualname__}"
 
 
 def install() -> None:
-    """Make this the backend CUSTOM, which an engine's configuration asks for, and let the CPU platform honour it."""
+    """Make this the backend CUSTOM, which the configuration of an engine that asked for pm_ops names."""
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != PATH:
         raise RuntimeError(
@@ -222,31 +219,3 @@ def install() -> None:
             "plugin out with VLLM_PLUGINS=pm_ops"
         )
     register_backend(custom, PATH)
-    _open_cpu_platform()
-
-
-def _open_cpu_platform() -> None:
-    """vLLM's CPU platform takes CPU_ATTN whatever is asked for. Ours is taken by the engines that asked for pm_ops."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    stock = CpuPlatform.get_attn_backend_cls.__func__
-    if hasattr(stock, "pm_ops_original"):
-        return
-
-    @functools.wraps(stock)
-    def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> Any:
-        asked = selected_backend is AttentionBackendEnum.CUSTOM and Settings.of(get_current_vllm_config())
-        if not asked:
-            return stock(cls, selected_backend, attn_selector_config, num_heads)
-        reasons = PageMajorBackend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
-        if reasons:
-            raise ValueError(
-                f"pm_ops {pm_ops.__version__} cannot serve this model's attention: {'; '.join(reasons)}. "
-                f"It was asked for {attn_selector_config}. Run it without pm_ops"
-            )
-        return PATH
-
-    get_attn_backend_cls.pm_ops_original = stock  # type: ignore[attr-defined]
-    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -29,13 +29,21 @@ class Settings:
         layout: of the KV cache: ``"page_major"``, or one of vLLM's block-outermost layouts ``"BLNHC"``, ``"BLHNC"``,
             ``"BHLNC"``. Either way the cache is one buffer, and a page of every layer one run of bytes in it.
         impl: of attention, as :func:`pm_ops.attention` takes it.
+        hybrid_blocks: of models with state layers. ``"aligned"``: vLLM makes attention blocks as large as a layer's
+            state, many hundred tokens. ``"small"``: they stay at the block size that was asked for, and several layers
+            share a block; prefixes are found in smaller steps, and short sequences waste less.
     """
 
     layout: str = "page_major"
     impl: str = "auto"
+    hybrid_blocks: str = "aligned"
 
     def __post_init__(self) -> None:
-        for name, supported in (("layout", LAYOUTS), ("impl", IMPLEMENTATIONS)):
+        for name, supported in (
+            ("layout", LAYOUTS),
+            ("impl", IMPLEMENTATIONS),
+            ("hybrid_blocks", ("aligned", "small")),
+        ):
             value = getattr(self, name)
             if value not in supported:
                 raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(supported)}")

@@ -54,6 +54,17 @@ def _refuse(config: Any, settings: Settings) -> None:
             f"VLLM_KV_CACHE_LAYOUT={requested}, but pm_ops was asked for layout {settings.layout}, which needs "
             f"{settings.engine_layout} there; unset the variable, or ask pm_ops for the layout: {HOW}"
         )
+    hybrid = config.model_config is not None and config.model_config.is_hybrid
+    if hybrid and settings.layout == "BHLNC":
+        raise ValueError(
+            "pm_ops: BHLNC puts heads before layers, and this model's state layers have no such heads; ask for layout "
+            "page_major, BLNHC or BLHNC"
+        )
+    if not hybrid and settings.hybrid_blocks != "aligned":
+        raise ValueError(
+            f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is for models with attention and state layers, which this "
+            "one is not; leave it out"
+        )
     transfer = config.kv_transfer_config
     if transfer is not None and settings.layout == "page_major":
         raise ValueError(

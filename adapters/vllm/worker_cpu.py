@@ -12,6 +12,7 @@ import pm_ops
 from .backend import install
 from .config import Settings
 from .layout import page_pools
+from .platform_cpu import open_platform
 
 logger = init_logger("vllm.pm_ops")  # below vLLM's own, so that its logging settings apply
 
@@ -24,6 +25,7 @@ class PageMajorCPUWorker(CPUWorker):
         assert settings is not None, "the plugin writes this class into configurations that ask for it"
         self.pm_ops_settings = settings
         install()
+        open_platform()
         super().__init__(vllm_config, *args, **kwargs)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:

@@ -10,7 +10,7 @@ from pm_ops.adapters.vllm.config import Settings, write_environment
 
 @pytest.mark.parametrize("entry", [True, {}])
 def test_asking_for_nothing_in_particular_gives_page_major(entry: Any) -> None:
-    assert Settings.read(entry) == Settings("page_major", "auto")
+    assert Settings.read(entry) == Settings("page_major", "auto", "aligned")
 
 
 @pytest.mark.parametrize("entry", [None, False])
@@ -29,7 +29,8 @@ def test_page_major_is_blnhc_to_the_engine() -> None:
         ({"layout": "NHD"}, "layout is 'NHD'; supported: page_major, BLNHC, BLHNC, BHLNC"),
         ({"layout": ["BLNHC"]}, "layout is"),
         ({"impl": "cuda"}, "impl is 'cuda'; supported: auto, triton, fa3, reference"),
-        ({"page_size": 16}, "any of layout, impl: use --additional-config"),
+        ({"page_size": 16}, "any of layout, impl, hybrid_blocks: use --additional-config"),
+        ({"hybrid_blocks": True}, "hybrid_blocks is True; supported: aligned, small"),
         (1, "is not understood"),
         ("BLNHC", "is not understood"),
     ],

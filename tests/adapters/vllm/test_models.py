@@ -98,8 +98,30 @@ def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_l
             assert sorted(kinds) == [("conv", "ssm")] * 3 + [("key", "value")]
             assert tokens(generate(llm, PROMPTS)) == stock, layout
             assert tokens(generate(llm, PROMPTS)) == stock, f"{layout}, from the prefix cache"
-    with pytest.raises(ValueError, match="block-compact"), engine(folder, {"layout": "BHLNC"}, **options):
+    with (
+        pytest.raises(ValueError, match="ask for layout page_major, BLNHC or BLHNC"),
+        engine(folder, {"layout": "BHLNC"}, **options),
+    ):
         pass
+
+
+def test_small_hybrid_blocks_find_shorter_prefixes_and_give_the_same_tokens(tmp_path: Path) -> None:
+    folder = save_tiny(gated_delta_net(), tmp_path)
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    prompts = random_prompts(512, (300, 290, 200))
+    found = {}
+    for blocks in ("aligned", "small"):
+        with engine(folder, {"hybrid_blocks": blocks}, **options) as llm:
+            attention = next(pool for pool in pools(llm) if "key" in pool.layout.kinds(pool.layout.layers[0]))
+            first, again = (generate(llm, prompts) for _ in range(2))
+            assert tokens(first) == tokens(again)
+            hits = [output.num_cached_tokens for output in again]
+            found[blocks] = tokens(first), attention.page_size, attention.num_pages, hits
+    (aligned, small) = found["aligned"], found["small"]
+    assert aligned[0] == small[0]
+    assert (aligned[1], small[1]) == (640, 128), "tokens of a block"
+    assert small[2] > 1.2 * aligned[2], "blocks in the same memory"
+    assert (aligned[3], small[3]) == ([0, 0, 0], [256, 256, 128]), "tokens found in the prefix cache"
 
 
 @pytest.mark.parametrize("make", [softcap, alibi, sinks], ids=["softcap", "alibi", "sinks"])

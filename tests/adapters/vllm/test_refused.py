@@ -82,6 +82,7 @@ print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum
         ({"impl": "fast"}, {}, "impl is 'fast'; supported: auto, triton, fa3, reference"),
         ({"layouts": "BLNHC"}, {}, "is not understood; it must be true, or an object with any of layout, impl"),
         ("page_major", {}, "is not understood"),
+        ({"hybrid_blocks": "small"}, {}, "is for models with attention and state layers"),
         ({"impl": "triton"}, {}, "impl triton needs a GPU, and vLLM runs on the CPU"),
         (True, {"attention_backend": "TORCH_SDPA"}, "attention backend TORCH_SDPA and pm_ops were both asked for"),
         (True, {"worker_cls": "my.Worker"}, "worker_cls is my.Worker"),
