@@ -13,6 +13,8 @@ from typing import Any
 from . import hooks
 from .config import HOW, KEY, Settings, write_environment
 
+OWN_CONNECTORS = "pm_ops.adapters.vllm.store_connector"
+
 
 def register() -> None:
     """Hook the making of ``VllmConfig``. Called by vLLM, any number of times."""
@@ -66,10 +68,12 @@ def _refuse(config: Any, settings: Settings) -> None:
             "one is not; leave it out"
         )
     transfer = config.kv_transfer_config
-    if transfer is not None and settings.layout == "page_major":
+    if transfer is not None and transfer.kv_connector_module_path == OWN_CONNECTORS:
+        transfer.kv_load_failure_policy = "recompute"  # an entry may be evicted between its finding and its reading
+    elif transfer is not None and settings.layout == "page_major":
         raise ValueError(
             f"pm_ops: the KV connector {transfer.kv_connector} would read page_major blocks as BLNHC ones, which have "
-            'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or run without a connector'
+            f'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or take PageStoreConnector of {OWN_CONNECTORS}'
         )
     if config.speculative_config is not None:
         raise ValueError(
