@@ -75,7 +75,8 @@ def whole_buffer(tensor: Tensor) -> Tensor:
 def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]:
     """A pool for each of the engine's cache groups, all over its one buffer, page ``i`` being block ``i``.
 
-    Groups overlay one another in a block: a block belongs to one group at a time. Layers keep the model's numbers.
+    Groups overlay one another in a block: a block belongs to one group at a time. Layers keep the model's numbers. The
+    pools' allocators have no free page: the engine alone hands blocks out.
 
     Args:
         config: vLLM's ``KVCacheConfig``.
@@ -111,7 +112,9 @@ def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]
                 buffer = whole_buffer(cache[0])
         if buffer is not None:
             layout = PageLayout(tokens, page_bytes, tuple(planes), name)
-            pools.append(PagePool(layout, config.num_blocks, buffer=buffer, reserve_null=True))
+            pool = PagePool(layout, config.num_blocks, buffer=buffer, reserve_null=True)
+            pool.allocator.alloc(pool.allocator.num_free)  # they are the engine's to hand out
+            pools.append(pool)
     return pools
 
 

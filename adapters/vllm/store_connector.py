@@ -138,9 +138,12 @@ class PageStoreConnector(KVConnectorBase_V1):
             full = min(computed + scheduler_output.num_scheduled_tokens[request], known) // self.page_size
             moves.saves += [tracked.move(block) for block in range(tracked.kept, full)]
             tracked.kept = max(tracked.kept, full)
-        for request in scheduler_output.finished_req_ids:
-            self.tracked.pop(request, None)
         return moves
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Forget a request that has ended or was aborted; nothing of it is still to be written."""
+        self.tracked.pop(request.request_id, None)
+        return False, None
 
     # In the worker.
 

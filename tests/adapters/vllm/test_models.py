@@ -149,15 +149,19 @@ def test_prompts_in_chunks_and_a_cache_that_is_too_small_for_all(tmp_path: Path)
         assert preempted > 0
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
-def test_an_fp8_cache_holds_the_same_bytes_in_every_layout(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("bfloat16", torch.bfloat16)],
+)
+def test_a_cache_of_another_dtype_gives_the_same_tokens_in_every_layout(
+    tmp_path: Path, dtype: str, stored: torch.dtype
+) -> None:
     folder = save_tiny(llama(), tmp_path)
     found = []
     for layout in ("page_major", "BLHNC"):
         with engine(folder, {"layout": layout}, skip_tokenizer_init=True, kv_cache_dtype=dtype) as llm:
             (pool,) = pools(llm)
-            wanted = torch.float8_e4m3fn if dtype == "fp8" else torch.float8_e5m2
-            assert {plane.dtype for plane in pool.layout.planes} == {wanted}
+            assert {plane.dtype for plane in pool.layout.planes} == {stored}
             found.append(tokens(generate(llm, PROMPTS)))
     assert found[0] == found[1]
 

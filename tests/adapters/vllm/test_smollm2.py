@@ -46,6 +46,7 @@ def test_eager_tokens_equal_stock_and_every_page_is_byte_exact(
         (pool,) = pools(llm)
         assert pool.layout == named(layout), "the pages are those of the format of this name"
         assert pool.buffer.numel() == pool.num_pages * pool.layout.page_bytes, "one buffer, nothing but pages"
+        assert pool.allocator.num_free == 0, "the engine alone hands pages out"
         assert tokens(generate(llm, PROMPTS)) == stock
 
         # Same prompts, same kernels, same blocks: the same K and V to the bit, in another order.

@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
 import transformers
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm_engine import assert_depends_on_context, engine, generate, random_prompts, save_tiny, tokens
 
@@ -99,6 +100,22 @@ def test_a_cache_that_is_too_small_for_all_reads_its_own_blocks_back(
         outputs = generate(llm, PROMPTS)
         assert tokens(outputs) == stock
         assert [output.num_cached_tokens for output in outputs] == FULL
+
+
+def test_requests_that_are_aborted_leave_nothing_behind_and_whole_blocks_only(
+    model: Path, stock: list[list[int]], tmp_path: Path
+) -> None:
+    with storing(model, tmp_path, max_num_batched_tokens=32) as llm:
+        core = llm.llm_engine
+        for name, prompt in zip("abcde", PROMPTS, strict=True):
+            core.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=48))
+        for _ in range(4):  # the longest prompts are half read, or waiting
+            core.step()
+        core.abort_request(list("abcde"))
+        assert tokens(generate(llm, PROMPTS)) == stock
+        core.step()
+        assert core.engine_core.engine_core.scheduler.connector.tracked == {}
+    assert run(model, tmp_path) == (stock, FULL)
 
 
 @pytest.mark.parametrize(
