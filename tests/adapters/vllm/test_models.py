@@ -176,3 +176,13 @@ def test_an_engine_that_was_shut_down_gives_its_cache_back_though_the_model_live
     del llm
     gc.collect()
     assert model is not None and before - psutil.Process().memory_info().rss > 900 << 20
+
+
+def test_two_workers_that_share_the_heads_give_the_same_tokens(tmp_path: Path) -> None:
+    """Tensor parallelism: each worker is a process of its own and keeps pages of its own."""
+    folder = save_tiny(llama(), tmp_path)
+    with engine(folder, skip_tokenizer_init=True) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        stock = tokens(generate(llm, PROMPTS))
+    with engine(folder, True, skip_tokenizer_init=True, tensor_parallel_size=2) as llm:
+        assert tokens(generate(llm, PROMPTS)) == stock
