@@ -1,4 +1,4 @@
-"""The OpenAI server, as a user starts it: PM_OPS=1, processes of its own, the same tokens."""
+"""The OpenAI server, as examples/vllm_serve.md starts it: PM_OPS=1, processes of its own, the same tokens."""
 
 import json
 import os
@@ -20,17 +20,26 @@ pytestmark = pytest.mark.engines
 
 from vllm_engine import ENVIRONMENT, PROMPTS, TOKENS, engine, generate, smollm2
 
+ASKED = PROMPTS[::3]
 STARTED_WITHIN = 300  # seconds
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """(address, log file) of a server that was asked for pm_ops by the environment alone."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
+    """(address, log file, folder of the kept pages) of a server that was asked for pm_ops by the environment alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
     options += ["--kv-cache-memory-bytes", str(1 << 27), "--host", "127.0.0.1", "--port", str(port)]
+    folder = tmp_path_factory.mktemp("pages")
+    transfer = {
+        "kv_connector": "PageStoreConnector",
+        "kv_connector_module_path": "pm_ops.adapters.vllm.store_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"folder": str(folder)},
+    }
+    options += ["--block-size", "16", "--kv-transfer-config", json.dumps(transfer)]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2()), *options]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PM_OPS": "1"}
     log = tmp_path_factory.mktemp("server") / "log"
@@ -42,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         while not answers(f"{address}/health"):
             assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
             time.sleep(0.5)
-        yield address, log
+        yield address, log, folder
     finally:
         process.terminate()
         process.wait(60)
@@ -67,10 +76,14 @@ def complete(address: str, prompt: str) -> str:
         return json.load(response)["choices"][0]["text"]
 
 
-def test_completions_equal_those_of_a_stock_engine(server: tuple[str, Path]) -> None:
-    address, log = server
+def test_completions_equal_those_of_a_stock_engine(server: tuple[str, Path, Path]) -> None:
+    address, log, folder = server
     with engine(smollm2()) as llm:
-        stock = [output.outputs[0].text for output in generate(llm, PROMPTS)]
-    assert [complete(address, prompt) for prompt in PROMPTS] == stock
+        stock = [output.outputs[0].text for output in generate(llm, ASKED)]
+    assert [complete(address, prompt) for prompt in ASKED] == stock
+    kept = len(list(folder.glob("*/*.safetensors")))
+    assert kept > len(ASKED)
+    assert [complete(address, prompt) for prompt in ASKED] == stock, "from the caches"
+    assert len(list(folder.glob("*/*.safetensors"))) == kept
     lines = re.findall(r"pm_ops \S+: .*", log.read_text())
     assert len(lines) == 1 and "KV cache page_major, 30 layers in" in lines[0]
