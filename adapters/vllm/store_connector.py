@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,18 +151,18 @@ class PageStoreConnector(KVConnectorBase_V1):
         """Take the cache that the engine has allocated, as one pool."""
         layers = self._vllm_config.compilation_config.static_forward_context
         (self.pool,) = page_pools(self._kv_cache_config, layers, self.settings.layout)
+        page_bytes = self.pool.layout.page_bytes
+        if self.store.max_bytes < 2 * page_bytes:
+            raise ValueError(
+                f"PageStoreConnector: max_bytes={self.store.max_bytes}, and one block of {self.page_size} tokens is "
+                f"{page_bytes} bytes; raise max_bytes"
+            )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Read this step's blocks. Those that cannot be read are told to the scheduler, which has them computed."""
         assert self.pool is not None
         for move in self._get_connector_metadata().loads:
-            try:
-                found = self.store.get(move.key, self.pool, [move.block])
-            except (ValueError, OSError) as error:
-                logger.warning("pm_ops: an entry cannot be read and is removed: %s", error)
-                self.store.discard(move.key)
-                found = None
-            if found is None:
+            if not self._whole(self.store.get, move):
                 self.failed_blocks.add(move.block)
                 self.failed_requests.add(move.request)
 
@@ -171,7 +171,16 @@ class PageStoreConnector(KVConnectorBase_V1):
         assert self.pool is not None
         for move in self._get_connector_metadata().saves:
             if move.request not in self.failed_requests:
-                self.store.put(move.key, self.pool, [move.block])
+                self._whole(self.store.put, move)
+
+    def _whole(self, verb: Callable[..., Any], move: Move) -> bool:
+        """Read or write an entry. False where it is not there, or is damaged and so removed; the engine goes on."""
+        try:
+            return verb(move.key, self.pool, [move.block]) is not None
+        except (ValueError, OSError) as error:
+            logger.warning("pm_ops: an entry can be neither read nor written and is removed: %s", error)
+            self.store.discard(move.key)
+            return False
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that could not be read in this step."""

@@ -77,6 +77,10 @@ def test_what_cannot_be_read_is_computed_and_not_trusted_again(
         path.write_bytes(content)
     assert run(model, tmp_path)[0] == stock, "damaged entries"
     assert run(model, tmp_path)[0] == stock, "and what the engine has made of them since"
+    for path in entries(tmp_path):
+        path.write_bytes(path.read_bytes()[:20])
+    assert run(model, tmp_path)[0] == stock, "entries without a header, those that are only written to, too"
+    assert run(model, tmp_path)[0] == stock
 
     with monkeypatch.context() as patch:
         patch.setattr(PageStore, "__contains__", lambda store, key: True)
@@ -124,6 +128,7 @@ def test_requests_that_are_aborted_leave_nothing_behind_and_whole_blocks_only(
         (None, {"folder": "pages"}, "pm_ops was not asked for"),
         (True, {}, "it needs a folder, and may have max_bytes, model"),
         (True, {"folder": "pages", "size": 1}, "it needs a folder, and may have max_bytes, model"),
+        (True, {"folder": "pages", "max_bytes": 20000}, "one block of 16 tokens is 32768 bytes; raise max_bytes"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
