@@ -95,9 +95,10 @@ def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]
         raise RuntimeError(f"pm_ops: the KV cache is not one run of pages: strides {strides} in buffers of {sizes}")
     page_bytes = strides.pop()
     pools = []
+    buffers: dict[int, Tensor] = {}
     for group in config.kv_cache_groups:
         planes: list[Plane] = []
-        tokens, buffer = 1, None
+        tokens = 1
         for layer in (layer for layer in group.layer_names if layer in placed):
             number, cache = extract_layer_index(layer), layers[layer].kv_cache
             if isinstance(cache, Tensor):
@@ -106,11 +107,21 @@ def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]
                     raise RuntimeError(f"pm_ops: {layer} is read by {type(impl).__name__}, not by pm_ops")
                 located = impl.locate(cache)
                 planes += located.planes(number)
-                tokens, buffer = located.page_size, located.buffer
+                tokens = located.page_size
             else:
                 planes += _states(number, cache)
-                buffer = whole_buffer(cache[0])
-        if buffer is not None:
+            for view in [cache] if isinstance(cache, Tensor) else cache:
+                buffers[view.untyped_storage().data_ptr()] = whole_buffer(view)
+                step = view.stride(0) * view.element_size()
+                if len(view) != config.num_blocks or step != page_bytes:
+                    raise RuntimeError(
+                        f"pm_ops: {layer} has {len(view)} blocks, {step} bytes apart; the cache has "
+                        f"{config.num_blocks} of {page_bytes} bytes"
+                    )
+        if len(buffers) > 1:
+            raise RuntimeError(f"pm_ops: the KV cache lies in {len(buffers)} buffers; it must be one run of pages")
+        if planes:
+            (buffer,) = buffers.values()
             layout = PageLayout(tokens, page_bytes, tuple(planes), name)
             pool = PagePool(layout, config.num_blocks, buffer=buffer, reserve_null=True)
             pool.allocator.alloc(pool.allocator.num_free)  # they are the engine's to hand out
