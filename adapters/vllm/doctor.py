@@ -31,12 +31,12 @@ def examine() -> dict[str, Any]:
 
     device = current_platform.device_type
     found = f"{_version()}, on {device}"
-    problems = [f"no {hook}: vLLM 0.29 or newer has it" for hook in hooks.missing()]
+    problems = [f"no {hook}: vLLM {hooks.VERSION} or newer has it" for hook in hooks.missing(device)]
     if device not in hooks.WORKERS:
         problems.append(f"vLLM runs on {device or 'no device here'}: supported is {', '.join(hooks.WORKERS)}")
     names = {point.name for point in importlib.metadata.entry_points(group=GROUP)}
     if "pm_ops" not in names:
-        problems.append("vLLM does not see the plugin: install pm_ops into this environment (pip install pm-ops)")
+        problems.append("vLLM does not see the plugin: install pm_ops into this environment")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "pm_ops" not in allowed.split(","):
         problems.append(f"VLLM_PLUGINS={allowed} keeps the plugin out: add pm_ops")
@@ -46,7 +46,7 @@ def examine() -> dict[str, Any]:
 
     able = {what: bool(getattr(backend, question)()) for what, question in FEATURES.items()}
     notes = [
-        f"hooks: all {len(hooks.BASE)} present",
+        f"hooks: all {len(hooks.needed(device))} present",
         f"layouts: {', '.join(LAYOUTS)}; models with state layers: not BHLNC",
         f"caches: {', '.join(backend.supported_kv_cache_dtypes)}",
         f"attention: {', '.join(what for what, yes in able.items() if yes)}, softcap, ALiBi, prefix cache",

@@ -16,13 +16,38 @@ BASE = {
 }
 """What every platform needs: what it is, and ``module:attributes``."""
 
+DEVICES = {
+    "cpu": {
+        "choice of attention": "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
+        "choice of block sizes": "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
+        "CPUWorker": "vllm.v1.worker.cpu_worker:CPUWorker",
+    }
+}
+"""What a device needs besides."""
+
+CONNECTOR = {
+    "KV connector": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
+    "talk of workers and scheduler": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorHandshakeMetadata",
+    "cache hit sources": "vllm.v1.metrics.cache_hit_source:CacheHitSource.DISK",
+    "full attention": "vllm.v1.kv_cache_interface:FullAttentionSpec",
+}
+"""What :mod:`pm_ops.adapters.vllm.store_connector` needs."""
+
+VERSION = "0.32"
+"""The vLLM that has them all, and is tested."""
+
 WORKERS = {"cpu": ("vllm.v1.worker.cpu_worker.CPUWorker", "pm_ops.adapters.vllm.worker_cpu.PageMajorCPUWorker")}
 """Of each device that is supported: vLLM's own worker class, and ours that takes its place."""
 
 
-def missing() -> list[str]:
+def needed(device: str) -> dict[str, str]:
+    """All of them on this device, which need not be supported."""
+    return {**BASE, **DEVICES.get(device, {}), **CONNECTOR}
+
+
+def missing(device: str) -> list[str]:
     """The hooks that the installed vLLM does not have, in words. Imports vLLM."""
-    return [f"{what} ({path.replace(':', '.')})" for what, path in BASE.items() if not _present(path)]
+    return [f"{what} ({path.replace(':', '.')})" for what, path in needed(device).items() if not _present(path)]
 
 
 def _present(path: str) -> bool:

@@ -24,13 +24,13 @@ def open_platform() -> None:
 
 def _wrap(name: str, ours: Callable[..., Any]) -> None:
     """Make ``ours(stock, …)`` the platform's class method of this name."""
-    stock = getattr(CpuPlatform, name)
-    if hasattr(stock.__func__, "pm_ops_original"):
+    stock = getattr(CpuPlatform, name).__func__
+    if hasattr(stock, "pm_ops_original"):
         return
 
-    @functools.wraps(stock.__func__)
+    @functools.wraps(stock)
     def method(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(stock, *args, **kwargs)
+        return ours(functools.partial(stock, cls), *args, **kwargs)
 
     method.pm_ops_original = stock  # type: ignore[attr-defined]
     setattr(CpuPlatform, name, classmethod(method))

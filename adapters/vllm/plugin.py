@@ -8,6 +8,7 @@ which then carry everything to where it is used. Other engines, of the same proc
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 from typing import Any
 
 from . import hooks
@@ -31,9 +32,12 @@ def register() -> None:
         if settings is None:
             original(self)
             return
+        # Every way of asking for the same gives the same hash.
+        self.additional_config = {**self.additional_config, KEY: asdict(settings)}
         _refuse(self, settings)
         _choose_attention(self)
         original(self)
+        _refuse_connectors(self, settings)  # vLLM chooses one itself where kv_offloading_size is given
         _choose_worker(self, settings)
 
     post_init.pm_ops_original = original  # type: ignore[attr-defined]
@@ -43,12 +47,13 @@ def register() -> None:
 def _refuse(config: Any, settings: Settings) -> None:
     """Raise for what the adapter cannot do, before the engine starts."""
     from vllm import envs
+    from vllm.platforms import current_platform
 
-    absent = hooks.missing()
+    absent = hooks.missing(current_platform.device_type)
     if absent:
         raise RuntimeError(
-            f"pm_ops: this vLLM has no {'; no '.join(absent)}. The adapter needs vLLM 0.29 or newer: upgrade it, or "
-            f"leave the entry {KEY!r} and PM_OPS out"
+            f"pm_ops: this vLLM has no {'; no '.join(absent)}. The adapter needs vLLM {hooks.VERSION} or newer: "
+            f"upgrade it, or leave the entry {KEY!r} and PM_OPS out"
         )
     requested = envs.VLLM_KV_CACHE_LAYOUT
     if requested is not None and requested != settings.engine_layout:
@@ -67,17 +72,26 @@ def _refuse(config: Any, settings: Settings) -> None:
             f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is for models with attention and state layers, which this "
             "one is not; leave it out"
         )
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector_module_path == OWN_CONNECTORS:
-        transfer.kv_load_failure_policy = "recompute"  # an entry may be evicted between its finding and its reading
-    elif transfer is not None and settings.layout == "page_major":
-        raise ValueError(
-            f"pm_ops: the KV connector {transfer.kv_connector} would read page_major blocks as BLNHC ones, which have "
-            f'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or take PageStoreConnector of {OWN_CONNECTORS}'
-        )
     if config.speculative_config is not None:
         raise ValueError(
             "pm_ops: speculative decoding is not supported; leave speculative_config out, or run without pm_ops"
+        )
+
+
+def _refuse_connectors(config: Any, settings: Settings) -> None:
+    """Raise for KV connectors that would take our pages for something else; after vLLM has completed itself."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector_module_path == OWN_CONNECTORS:
+        return
+    if OWN_CONNECTORS in str(transfer.kv_connector_extra_config):
+        raise ValueError(
+            f"pm_ops: PageStoreConnector inside {transfer.kv_connector} is not supported: it would keep what another "
+            "connector failed to load; use it alone"
+        )
+    if settings.layout == "page_major":
+        raise ValueError(
+            f"pm_ops: the KV connector {transfer.kv_connector} would read page_major blocks as BLNHC ones, which have "
+            f'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or take PageStoreConnector of {OWN_CONNECTORS}'
         )
 
 
@@ -105,11 +119,13 @@ def _choose_worker(config: Any, settings: Settings) -> None:
         )
     if device == "cpu" and settings.impl not in ("auto", "reference"):
         raise ValueError(f"pm_ops: impl {settings.impl} needs a GPU, and vLLM runs on the CPU; ask for auto")
+    if config.use_v2_model_runner:
+        raise ValueError("pm_ops: vLLM's model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0")
     stock, ours = hooks.WORKERS[device]
     parallel = config.parallel_config
-    if parallel.worker_cls not in ("auto", stock, ours):
+    if parallel.worker_cls not in (stock, ours):
         raise ValueError(
-            f"pm_ops: worker_cls is {parallel.worker_cls}, and pm_ops brings a worker of its own; leave one of them out"
+            f"pm_ops: worker_cls is {parallel.worker_cls}, and pm_ops brings a worker of its own, which takes the "
+            f"place of {stock}; leave one of them out"
         )
-    if parallel.worker_cls == stock:
-        parallel.worker_cls = ours
+    parallel.worker_cls = ours

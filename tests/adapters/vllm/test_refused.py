@@ -16,9 +16,13 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import engine, save_tiny
 
-from pm_ops.adapters.vllm.plugin import register
+from pm_ops.adapters.vllm import plugin
+from pm_ops.adapters.vllm.config import Settings
+from pm_ops.adapters.vllm.plugin import OWN_CONNECTORS, register
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+OURS = {"kv_connector": "PageStoreConnector", "kv_connector_module_path": OWN_CONNECTORS, "kv_role": "kv_both"}
+SEVERAL: dict[str, Any] = {"kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [OURS]}}
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +46,17 @@ def test_an_engine_that_asks_gets_our_worker_and_attention_and_another_stays_sto
     assert stock.attention_config.backend is None and stock.additional_config == {}
     assert asked.compute_hash() != stock.compute_hash(), "compiled code is kept apart"
     assert configure(model, {"layout": "BLHNC"}).compute_hash() != asked.compute_hash()
+    same = {configure(model, entry).compute_hash() for entry in ({}, {"layout": "page_major"}, {"impl": "auto"})}
+    assert same == {asked.compute_hash()}, "and shared by all that ask for the same"
     assert configure(model, False).parallel_config.worker_cls == stock.parallel_config.worker_cls
 
 
 def test_the_environment_writes_itself_into_the_configuration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PM_OPS", '{"layout": "BLNHC"}')
     config = configure(model)
-    assert config.additional_config == {"pm_ops": {"layout": "BLNHC"}}
+    assert Settings.of(config) == Settings("BLNHC")
     assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
-    assert configure(model, {"layout": "BHLNC"}).additional_config == {"pm_ops": {"layout": "BHLNC"}}
+    assert Settings.of(configure(model, {"layout": "BHLNC"})) == Settings("BHLNC")
     assert configure(model, False).attention_config.backend is None, "the configuration has the last word"
 
 
@@ -96,6 +102,16 @@ print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum
             {"kv_transfer_config": KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")},
             "the KV connector OffloadingConnector would read page_major blocks as BLNHC ones",
         ),
+        (
+            True,
+            {"kv_offloading_size": 1.0},
+            "the KV connector OffloadingConnector would read page_major blocks as BLNHC ones",
+        ),
+        (
+            {"layout": "BLNHC"},
+            {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", **SEVERAL)},
+            "PageStoreConnector inside MultiConnector is not supported",
+        ),
     ],
 )
 def test_a_wrong_setting_says_what_is_supported(model: Path, entry: Any, options: Any, message: str) -> None:
@@ -110,11 +126,38 @@ def test_another_layout_in_the_engines_own_variable_is_refused(model: Path, monk
     assert configure(model, {"layout": "BLHNC"}).attention_config.backend is AttentionBackendEnum.CUSTOM
 
 
-def test_a_hook_that_is_missing_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.worker_base import WorkerBase
+def test_the_other_model_runner_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(model, True)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    with pytest.raises(ValueError, match="model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"):
+        plugin._choose_worker(config, Settings())
 
-    monkeypatch.delattr(WorkerBase, "get_supported_kv_cache_layouts")
-    with pytest.raises(RuntimeError, match="this vLLM has no layouts of a worker .*WorkerBase.get_supported"):
+
+def test_a_worker_that_was_never_chosen_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
+    with pytest.raises(ValueError, match="worker_cls is auto, and pm_ops brings a worker of its own"):
+        configure(model, True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (
+            "vllm.v1.worker.worker_base.WorkerBase",
+            "get_supported_kv_cache_layouts",
+            "no layouts of a worker .*WorkerBase",
+        ),
+        ("vllm.v1.metrics.cache_hit_source", "CacheHitSource", "no cache hit sources .*CacheHitSource"),
+        ("vllm.v1.worker.cpu_worker", "CPUWorker", "no CPUWorker .*CPUWorker"),
+    ],
+)
+def test_a_hook_that_is_missing_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, message: str
+) -> None:
+    monkeypatch.delattr(f"{owner}.{name}")
+    with pytest.raises(RuntimeError, match=f"this vLLM has {message}"):
         configure(model, True)
     assert configure(model).attention_config.backend is None
 
