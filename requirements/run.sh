@@ -37,7 +37,11 @@ find_python() {
 
 # What the environment is made from; it is set up anew when any of it changes.
 fingerprint() {
-    cat "$root"/requirements/*.txt "$root/requirements/run.sh" "$root/pyproject.toml" | cksum
+    own="dev triton"
+    [ -z "$vllm" ] || own=vllm
+    for name in torch $own model; do
+        cat "$root/requirements/$name.txt"
+    done | cat - "$root/requirements/run.sh" "$root/pyproject.toml" | cksum
     echo "$root ${PIP_ARGS:-}"
 }
 
