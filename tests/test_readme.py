@@ -21,7 +21,8 @@ def block(name: str) -> str:
 
 
 def test_every_python_block_is_run_here() -> None:
-    assert README.count("```python") == README.count("<!-- runs in tests/test_readme.py: ") == 7
+    assert README.count("```python") == README.count("<!-- runs in tests/") == 8
+    assert README.count("<!-- runs in tests/test_readme.py: ") == 7
 
 
 class Layer(torch.nn.Module):

