@@ -6,9 +6,9 @@
 
 Every full block of a request is one entry, every layer of it one run of bytes, under the hash of all tokens up to its
 end. The scheduler promises only what it has read: it reads a prompt's entries, and checks their digests, when it looks
-them up, and hands the bytes to the worker. So a load cannot fail once it was promised, and what a step computes never
-rests on blocks that were not there; blocks that a step has filled are written at its end. What cannot be read (evicted,
-damaged) was not found, and is computed.
+them up, and hands the bytes to the worker; until they are placed they take memory of their own. So a load cannot fail
+once it was promised, and what a step computes never rests on blocks that were not there; blocks that a step has filled
+are written at its end. What cannot be read (evicted, damaged) was not found, and is computed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,14 @@ class PageStoreConnector(KVConnectorBase_V1):
         kind = [*_identity(vllm_config), self.settings.layout, self.page_size]
         folder = Path(options["folder"]) / hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:32]
         model = options.get("model") or vllm_config.model_config.model
-        self.store = PageStore(folder, int(options.get("max_bytes", MAX_BYTES)), model=model)
+        max_bytes = int(options.get("max_bytes", MAX_BYTES))
+        block_bytes = max(tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors)
+        if max_bytes < 2 * block_bytes:
+            raise ValueError(
+                f"PageStoreConnector: max_bytes={max_bytes}, and one block of {self.page_size} tokens is {block_bytes} "
+                "bytes; raise max_bytes"
+            )
+        self.store = PageStore(folder, max_bytes, model=model)
         self.tracked: dict[str, Tracked] = {}
         self.loads: list[tuple[int, Tensor]] = []
         self.layout: PageLayout | None = None
@@ -177,12 +184,6 @@ class PageStoreConnector(KVConnectorBase_V1):
         """Take the cache that the engine has allocated, as one pool."""
         layers = self._vllm_config.compilation_config.static_forward_context
         (self.pool,) = page_pools(self._kv_cache_config, layers, self.settings.layout)
-        page_bytes = self.pool.layout.page_bytes
-        if self.store.max_bytes < 2 * page_bytes:
-            raise ValueError(
-                f"PageStoreConnector: max_bytes={self.store.max_bytes}, and one block of {self.page_size} tokens is "
-                f"{page_bytes} bytes; raise max_bytes"
-            )
 
     def get_handshake_metadata(self) -> Pages:
         """The layout of the pages, for the scheduler."""

@@ -72,6 +72,11 @@ def gated_delta_net() -> Any:
     return transformers.Qwen3NextForCausalLM(config).to(torch.bfloat16)
 
 
+def preemptions(llm: Any) -> int:
+    (count,) = (metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    return count
+
+
 def test_sliding_and_full_layers_give_the_same_tokens_in_every_layout(tmp_path: Path) -> None:
     folder = save_tiny(sliding_and_full(), tmp_path)
     with engine(folder, skip_tokenizer_init=True) as llm:
@@ -84,6 +89,10 @@ def test_sliding_and_full_layers_give_the_same_tokens_in_every_layout(tmp_path: 
             assert len({pool.buffer.data_ptr() for pool in groups}) == 1, "groups share one buffer of pages"
             assert tokens(generate(llm, PROMPTS)) == stock, layout
             assert tokens(generate(llm, PROMPTS)) == stock, f"{layout}, from the prefix cache"
+    few = {"block_size": 16, "num_gpu_blocks_override": 50, "max_model_len": 256, "max_num_batched_tokens": 64}
+    with engine(folder, True, skip_tokenizer_init=True, **few, disable_log_stats=False) as llm:
+        assert tokens(generate(llm, PROMPTS)) == stock, "groups that take each other's blocks"
+        assert preemptions(llm) > 0
 
 
 def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_layout(tmp_path: Path) -> None:
@@ -98,6 +107,9 @@ def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_l
             assert sorted(kinds) == [("conv", "ssm")] * 3 + [("key", "value")]
             assert tokens(generate(llm, PROMPTS)) == stock, layout
             assert tokens(generate(llm, PROMPTS)) == stock, f"{layout}, from the prefix cache"
+    with engine(folder, {"hybrid_blocks": "small"}, **options, num_gpu_blocks_override=16) as llm:
+        assert {pool.num_pages for pool in pools(llm)} == {16}
+        assert tokens(generate(llm, PROMPTS)) == stock, "states in blocks that were keys, and the other way round"
     with (
         pytest.raises(ValueError, match="ask for layout page_major, BLNHC or BLHNC"),
         engine(folder, {"layout": "BHLNC"}, **options),
@@ -145,8 +157,22 @@ def test_prompts_in_chunks_and_a_cache_that_is_too_small_for_all(tmp_path: Path)
     with engine(folder, True, **options, **small, disable_log_stats=False) as llm:
         assert pools(llm)[0].num_pages == 24
         assert tokens(generate(llm, PROMPTS)) == stock
-        (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
-        assert preempted > 0
+        assert preemptions(llm) > 0
+
+
+def first_layer(llm: Any) -> list[torch.Tensor]:
+    """K and V of a prompt's first block, before any attention: what they are depends on nothing that was cached."""
+    generate(llm, PROMPTS[7:])
+    (pool,) = pools(llm)
+    return [pool.view(0, kind)[1].clone() for kind in ("key", "value")]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
+    """A model, and its first layer in a cache of the model's dtype."""
+    folder = save_tiny(llama(), tmp_path_factory.mktemp("llama"))
+    with engine(folder, True, skip_tokenizer_init=True) as llm:
+        return folder, first_layer(llm)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +180,30 @@ def test_prompts_in_chunks_and_a_cache_that_is_too_small_for_all(tmp_path: Path)
     [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("bfloat16", torch.bfloat16)],
 )
 def test_a_cache_of_another_dtype_gives_the_same_tokens_in_every_layout(
-    tmp_path: Path, dtype: str, stored: torch.dtype
+    plain: tuple[Path, list[torch.Tensor]], dtype: str, stored: torch.dtype
 ) -> None:
-    folder = save_tiny(llama(), tmp_path)
+    """With scales too, powers of two: the bytes are others, the values all but the same."""
+    folder, rows = plain
     found = []
     for layout in ("page_major", "BLHNC"):
         with engine(folder, {"layout": layout}, skip_tokenizer_init=True, kv_cache_dtype=dtype) as llm:
-            (pool,) = pools(llm)
-            assert {plane.dtype for plane in pool.layout.planes} == {stored}
+            for kept, row in zip(first_layer(llm), rows, strict=True):
+                assert kept.dtype == stored and torch.equal(kept.float(), row.to(stored).float())
+            assert_depends_on_context(llm, PROMPTS[3])
             found.append(tokens(generate(llm, PROMPTS)))
+            if stored == torch.bfloat16:
+                continue
+            for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
+                layer._k_scale_float, layer._v_scale_float = 0.5, 2.0
+            assert llm.reset_prefix_cache()
+            (pool,) = pools(llm)
+            pool.zero(range(pool.num_pages))
+            scaled = tokens(generate(llm, PROMPTS))
+            assert [row[:8] for row in scaled] == [row[:8] for row in found[-1]]
+            for kind, scale, row in zip(("key", "value"), (0.5, 2.0), rows, strict=True):
+                written = pool.view(0, kind)[1:].float().flatten(1)
+                expected = (row / scale).to(stored).float().flatten()
+                assert bool((written == expected).all(1).any()), f"{kind}s are stored by their scale"
     assert found[0] == found[1]
 
 

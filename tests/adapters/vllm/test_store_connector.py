@@ -224,8 +224,10 @@ def connector(model: Path, folder: Path, spec: Any = None, **options: Any) -> Pa
         **options,
     ).create_engine_config()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32) if spec is None else spec
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    return PageStoreConnector(config, KVConnectorRole.SCHEDULER, groups)
+    cache = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_cache_tensors=[SimpleNamespace(block_stride=32768)]
+    )
+    return PageStoreConnector(config, KVConnectorRole.SCHEDULER, cache)
 
 
 def test_whatever_changes_keys_or_values_has_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
