@@ -115,6 +115,12 @@ class Rotation:
         return (self.cos, self.sin, self.table, self.rotary_dim, self.interleaved, self.frame, norm)
 
     @property
+    def sources(self) -> list[Node]:
+        """The nodes that it is computed from."""
+        table = self.table or [t.node for t in (self.cos, self.sin) if t is not None]
+        return [self.x.node, *table, *([] if self.norm is None else [self.norm.weight])]
+
+    @property
     def row_axis(self) -> Axis:
         """The axis of rows, where several dimensions of tokens are flattened."""
         return Axis("row", simplified(math.prod(self.frame.axis(self.root, d).size for d in self.frame.tokens)))
@@ -187,10 +193,12 @@ def _by_operator(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
         return
     *rows, positions, cos_sin, interleaved = call.args
     index = frame.index(root, Affine.of(Axis("lane", frame.dim)))
-    used = (rows[result], positions, cos_sin)  # type: ignore[index]
-    if index is not None and not any(terms.is_written(n) for n in used):  # type: ignore[arg-type]
-        x, table = Heads(used[0], index), (positions, cos_sin)  # type: ignore[arg-type]
-        yield Rotation(root, frame, x, None, None, cos_sin.meta["val"].shape[1], bool(interleaved), table=table)  # type: ignore[union-attr,arg-type]
+    if index is not None:
+        x, table = Heads(rows[result], index), (positions, cos_sin)  # type: ignore[index,arg-type]
+        rotary_dim = cos_sin.meta["val"].shape[1]  # type: ignore[union-attr]
+        found = Rotation(root, frame, x, None, None, rotary_dim, bool(interleaved), table=table)  # type: ignore[arg-type]
+        if not any(map(terms.is_written, found.sources)):
+            yield found
 
 
 def _rotary_dims(terms: Terms, root: Node, dim: int) -> Iterator[int]:
@@ -290,12 +298,11 @@ def _heads(terms: Terms, t: Term, lane: Affine, dim: int, outer: frozenset[Axis]
 
 
 def _fits(terms: Terms, r: Rotation) -> bool:
-    """Is everything there before the root, in a dtype that keeps its values, and the table one of rows of tokens?"""
+    """Is nothing written that it uses, all in a dtype that keeps its values, and the table one of rows of tokens?"""
     assert r.cos is not None and r.sin is not None
-    used = [r.x.node, r.cos.node, r.sin.node, *([] if r.norm is None else [r.norm.weight])]
-    early = all(terms.order[n] < terms.order[r.root] and not terms.is_written(n) for n in used)
+    kept = not any(map(terms.is_written, r.sources))
     widens = exact(r.x.node.meta["val"].dtype, r.root.meta["val"].dtype) and r.cos.dtype == r.sin.dtype
-    return early and widens and None not in (r.table_axes(r.cos), r.table_axes(r.sin))
+    return kept and widens and r.cos.dtype.is_floating_point and None not in (r.table_axes(r.cos), r.table_axes(r.sin))
 
 
 def _with_norm(terms: Terms, found: Rotation, lanes: Sequence[Affine], outer: frozenset[Axis]) -> Rotation | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .internals import (
+    alike,
     is_mutable,
     is_operator,
     is_pointwise,
@@ -146,7 +147,7 @@ class Terms:
         self.order: dict[Node, int] = {n: i for i, n in enumerate(graph.nodes)}
         self.writers: dict[int, list[Node]] = {}
         self.views: dict[int, list[Node]] = {}
-        self._known: dict[tuple[Node, Affine, bool], Term] = {}
+        self._known: dict[tuple[Node, Affine, int], Term] = {}
         self._terms: dict[Any, Term] = {}
         self._firsts: dict[Node, Node] = {}
         self._calls: dict[Any, Node] = {}
@@ -174,28 +175,28 @@ class Terms:
 
     def at(self, n: Node, index: Sequence[Affine], reader: Node | None = None) -> Term:
         """The term of an element of a node's tensor, as a later node reads it; None stands for the last one."""
-        x, owner = n.meta["val"], self.owner(n)
-        if x.dtype != owner.meta["val"].dtype or x.is_neg():  # other numbers than its storage's owner made
-            return self._term("view", (n, tuple(index)), n, address(index, x), x.dtype, _axes(index))
-        writers = self.writers.get(storage_key(x), [])
-        after = bool(writers) and (reader is None or self.order[reader] > self.order[writers[0]])
-        key = (owner, address(index, x), after)
+        x, owner, written = n.meta["val"], self.owner(n), self.writers.get(storage_key(n.meta["val"]), [])
+        before = [w for w in written if reader is None or self.order[w] < self.order[reader]]
+        if not alike(x, owner.meta["val"]):
+            return self._term("view", (n, tuple(index), len(before)), n, address(index, x), x.dtype, _axes(index))
+        key = (owner, address(index, x), len(before))
         if key not in self._known:
-            self._known[key] = self._stored(owner, key[1], writers, after)
+            self._known[key] = self._stored(owner, key[1], before)
         return self._known[key]
 
-    def _stored(self, owner: Node, where: Affine, writers: Sequence[Node], after: bool) -> Term:
+    def _stored(self, owner: Node, where: Affine, before: Sequence[Node]) -> Term:
+        """The term of what lies at an address of a storage after some nodes wrote there."""
         x = owner.meta["val"]
-        made = writers[0] if after else owner
+        made = before[-1] if before else owner
         index = place(where, x) if made.op == "call_function" and self._depth < DEPTH else None
-        if after and (len(writers) > 1 or not _writes_whole(made, x)):
+        if before and not _writes_whole(made, x):
             index = None
         self._depth += 1
         found = None if index is None else self._made(made, index, owner, where)
         self._depth -= 1
         if found is None:
-            first = self._firsts[owner]
-            found = self._term("leaf", (first, where, after), first, where, x.dtype, where.axes)
+            first = owner if before else self._firsts[owner]
+            found = self._term("leaf", (first, where, len(before)), first, where, x.dtype, where.axes)
         return found
 
     def _call(self, n: Node) -> Any:
@@ -217,7 +218,7 @@ class Terms:
             if self.is_written(a):
                 return object()
             sizes = [simplified(symbolic(n)) for n in (*x.shape, *x.stride(), x.storage_offset())]
-            return (self._firsts[self.owner(a)], x.dtype, *sizes)
+            return (self._firsts[self.owner(a)], x.dtype, x.is_neg(), x.is_conj(), *sizes)
         return (type(a), a)
 
     def _made(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
@@ -227,11 +228,12 @@ class Terms:
         if n.target is aten._to_copy.default:
             return self._cast(n, index, owner, where)
         if n.target is aten.cat.default:
-            return self._joined(n, index)
+            return self._joined(n, index, owner, where)
         if n.target is aten.stack.default:
             dim = (n.args[1] if len(n.args) > 1 else 0) % len(index)
             at, rest = index[dim], (*index[:dim], *index[dim + 1 :])
-            return self.at(n.args[0][at.const], rest, n) if not at.steps and isinstance(at.const, int) else None
+            known = not at.steps and isinstance(at.const, int)
+            return self._part(n.args[0][at.const], rest, n, owner, where) if known else None
         if n.target is aten.mean.dim and not n.kwargs:
             return self._mean(n, index, owner, where)
         if is_pointwise(n.target) and not n.kwargs:
@@ -256,7 +258,12 @@ class Terms:
         inner = self.at(n.args[0], index, n)
         return inner if before.dtype == after.dtype else self._op("cast", [inner], owner, where)
 
-    def _joined(self, n: Any, index: Index) -> Term | None:
+    def _part(self, part: Node, index: Index, n: Node, owner: Node, where: Affine) -> Term:
+        """An element that was put together with others, whose type may be wider."""
+        inner = self.at(part, index, n)
+        return inner if inner.dtype == owner.meta["val"].dtype else self._op("cast", [inner], owner, where)
+
+    def _joined(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
         """``cat([a, b], dim)`` where all of the elements lie in one of them."""
         dim = (n.args[1] if len(n.args) > 1 else 0) % len(index)
         start = 0
@@ -266,7 +273,7 @@ class Terms:
             if not isinstance(size, int) or not isinstance(own.const, int):
                 return None
             if own.const >= 0 and own.below(size):
-                return self.at(part, (*index[:dim], own, *index[dim + 1 :]), n)
+                return self._part(part, (*index[:dim], own, *index[dim + 1 :]), n, owner, where)
             start += size
         return None
 
