@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
+from .affine import Affine, place
 from .internals import has_effect, operator_name, simplified, symbolic
 from .rotation import Heads, Rotation, pair_axis
-from .terms import Affine, Term, aten, place
+from .terms import Term, aten
 from .trace import in_memory_order
 
 

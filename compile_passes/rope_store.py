@@ -26,9 +26,10 @@ from torch.fx import Graph, GraphModule, Node
 from .emit import Emitter
 from .internals import has_effect, simplified, storage_key, symbolic
 from .page_ops import PageOps
+from .precision import exact
 from .report import Entry, form_of, user_line
 from .rotary_ops import ROTATE, Call, put_back
-from .rotation import Rotation, exact, rotations
+from .rotation import Rotation, rotations
 from .rows import frames, moved, rows_of
 from .terms import Terms
 
@@ -226,9 +227,10 @@ def _key_roots(terms: Terms, rows: Node, stored: torch.dtype) -> Iterator[tuple[
 def _is_scale(x: Any, of: Node) -> bool:
     """One number for all elements: a positive one, or a float32 tensor of one element beside what it scales."""
     if isinstance(x, Node):
-        value, device = x.meta.get("val"), of.meta["val"].device
-        beside = isinstance(value, Tensor) and value.dtype == torch.float32 and value.device == device
-        return beside and value.dim() <= 1 and value.numel() == 1
+        value = x.meta.get("val")
+        if not isinstance(value, Tensor) or value.device != of.meta["val"].device:
+            return False
+        return value.dtype == torch.float32 and value.dim() <= 1 and value.numel() == 1
     limits = torch.finfo(torch.float32)
     return isinstance(x, float | int) and limits.tiny <= x <= limits.max
 

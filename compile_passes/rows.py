@@ -9,9 +9,10 @@ from collections.abc import Container, Iterator, Sequence
 from torch import Tensor
 from torch.fx import Node
 
+from .affine import Affine, Axis, Index, address, place
 from .internals import alike, simplified, storage_key, symbolic
 from .rotation import Frame
-from .terms import Affine, Axis, Index, address, aten, place
+from .terms import aten
 
 
 def moved(root: Node, through: Container[Node] = ()) -> dict[Node, Index]:
