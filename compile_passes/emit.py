@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-from .internals import operator_name, simplified, symbolic
+from .affine import Affine, place
+from .internals import has_effect, operator_name, simplified, symbolic
 from .rotation import Heads, Rotation, pair_axis
-from .terms import Affine, Term, aten, place
+from .terms import Term, aten
 from .trace import in_memory_order
 
 
@@ -131,7 +132,7 @@ class Emitter:
     def erase_dead(self) -> None:
         """Erase what nothing uses any more."""
         for n in reversed(list(self._graph.nodes)):
-            if n.op == "call_function" and not n.users and not n.is_impure():
+            if n.op == "call_function" and not n.users and not has_effect(n):
                 self._graph.erase_node(n)
 
 

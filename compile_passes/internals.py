@@ -22,7 +22,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
 
@@ -240,6 +240,16 @@ def is_pointwise(target: Any) -> bool:
     tags = target.tags if is_operator(target) else ()
     aten = is_operator(target) and target.namespace == "aten"
     return aten and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def has_effect(n: Node) -> bool:
+    """Does a node do more than to compute its results? An operator without any is there for something else."""
+    return bool(n.is_impure()) or (is_operator(n.target) and not n.target._schema.returns)  # type: ignore[union-attr]
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Does one address of a storage hold the same number for two tensors?"""
+    return (a.dtype, a.is_neg(), a.is_conj()) == (b.dtype, b.is_neg(), b.is_conj())
 
 
 def is_repeatable(target: Any) -> bool:

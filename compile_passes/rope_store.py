@@ -24,11 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from .emit import Emitter
-from .internals import simplified, symbolic
+from .internals import has_effect, simplified, storage_key, symbolic
 from .page_ops import PageOps
+from .precision import exact
 from .report import Entry, form_of, user_line
 from .rotary_ops import ROTATE, Call, put_back
-from .rotation import Rotation, exact, rotations
+from .rotation import Rotation, rotations
 from .rows import frames, moved, rows_of
 from .terms import Terms
 
@@ -69,7 +70,9 @@ def fuse_rope_stores(gm: GraphModule, fakes: FakeTensorMode, pages: PageOps, rot
 
     Returns one line for each store that was left as it is: layer, reason and the user's line.
     """
-    stores, calls = _calls(gm.graph, STORE), dict(zip(_calls(gm.graph, ROTATE), rotaries, strict=True))
+    own = storage_key(pages.buffer)
+    stores = [n for n in _calls(gm.graph, STORE) if storage_key(n.args[0].meta["val"]) == own]  # type: ignore[union-attr]
+    calls = dict(zip(_calls(gm.graph, ROTATE), rotaries, strict=True))
     planner, unfused, plans = Planner(gm.graph), [], []
     for store, at in zip(stores, pages.stores, strict=True):
         entry = pages.entries[at[0]]
@@ -98,9 +101,9 @@ def _calls(graph: Graph, op: Any) -> list[Node]:
 
 
 def _is_fill(store: Node) -> bool:
-    """Is one value stored to every element, as by ``cache.zero_()``? There are no tokens in that to rotate."""
-    rows = [a for a in store.args[1:3] if isinstance(a, Node)]
-    return all(not any(r.meta["val"].stride()) for r in rows)
+    """Are there no rows, or one value in all of them, as by ``cache.zero_()``? There is no token in that to rotate."""
+    rows = [a.meta["val"] for a in store.args[1:3] if isinstance(a, Node)]
+    return all(not any(x.stride()) or 0 in _sizes(x) for x in rows)
 
 
 class Planner:
@@ -109,8 +112,9 @@ class Planner:
     def __init__(self, graph: Graph) -> None:
         self._terms = Terms(graph)
         self._roots = [n for n in graph.nodes if n.target in ROOTS and _dtype(n) in ROTATED]
-        self._taken: set[Node] = set()
-        self._needed = {n for n in graph.nodes if n.op == "output" or n.is_impure()}
+        self._taken: set[Node] = set()  # roots of the stores planned so far
+        self._sources: set[Node] = set()  # what these are computed from
+        self._needed = {n for n in graph.nodes if n.op == "output" or has_effect(n)}
 
     def plan(self, store: Node) -> Plan:
         """How to fuse a store; raises :class:`Unfused` where it cannot be."""
@@ -127,6 +131,7 @@ class Planner:
                     if query is not None:
                         plan = self._complete(Plan(store, given, query, key), scale, alive)
                         self._taken |= {query.root, key.root}
+                        self._sources |= {*query.sources, *key.sources}
                         return plan
                     reason = "no query before the store is rotated by the same angles and in the same way as its key"
         raise Unfused(reason)
@@ -141,10 +146,10 @@ class Planner:
 
     def _queries(self, store: Node, key: Rotation, alive: set[Node]) -> Iterator[Rotation]:
         """Rotations like the key's in front of the store, the nearest first."""
-        order, shape = self._terms.order, _sizes(key.root)
+        order, shape = self._terms.order, _sizes(key.root.meta["val"])
         for n in reversed(self._roots):
             if order[n] < order[store] and n is not key.root and n not in self._taken and n in alive:
-                sizes = _sizes(n)
+                sizes = _sizes(n.meta["val"])
                 heads = [d for d, (a, b) in enumerate(zip(sizes, shape, strict=False)) if a != b]
                 if len(sizes) == len(shape) and set(heads) <= {key.frame.head}:
                     yield from (q for q in rotations(self._terms, n, key.frame) if q.kind == key.kind)
@@ -167,8 +172,12 @@ class Planner:
                     later.append(n)
         if not depend.isdisjoint(n for name, n in given.items() if isinstance(n, Node) and name != "key"):
             raise Unfused("what is stored beside its key is computed from the rotated key or query")
+        sources = {*plan.query.sources, *plan.key.sources}
+        if not depend.isdisjoint(sources | self._sources) or any(order[n] > order[plan.store] for n in sources):
+            raise Unfused("its query or key is rotated once more, or is not whole before the store")
         for n in later:
-            if n.is_impure() or given["buffer"] in n.all_input_nodes or any(map(self._is_written, (n, *n.args))):
+            near = (n, *n.all_input_nodes)
+            if has_effect(n) or given["buffer"] in near or any(map(self._is_written, near)):
                 raise Unfused(f"its rotated query or key is used before the store, in\n  {user_line(n)}")
         return replace(plan, given=given, later=tuple(later), return_key=plan.key.root in alive)
 
@@ -180,8 +189,8 @@ def _dtype(n: Node) -> torch.dtype | None:
     return getattr(n.meta.get("val"), "dtype", None)
 
 
-def _sizes(n: Node) -> list[Any]:
-    return [simplified(symbolic(size)) for size in n.meta["val"].shape]
+def _sizes(x: Tensor) -> list[Any]:
+    return [simplified(symbolic(size)) for size in x.shape]
 
 
 def _key_roots(terms: Terms, rows: Node, stored: torch.dtype) -> Iterator[tuple[Node, Any, frozenset[Node]]]:
@@ -190,14 +199,14 @@ def _key_roots(terms: Terms, rows: Node, stored: torch.dtype) -> Iterator[tuple[
     The store casts too, in the same way, and quantises: what does so in the graph goes into it.
     """
     n, scale, through = terms.owner(rows), None, set[Node]()
-    if n.target is aten._to_copy.default and n.meta["val"].dtype in FP8:
+    if n.target is aten._to_copy.default and n.meta["val"].dtype in FP8 and n.meta["val"].dtype == stored:
         clamped = terms.owner(n.args[0])  # type: ignore[arg-type]
         limit = torch.finfo(n.meta["val"].dtype).max
         if clamped.target is not aten.clamp.default or tuple(clamped.args[1:]) != (-limit, limit):
             raise Unfused(f"its key is cast to {n.meta['val'].dtype} without a clamp to its range; the store saturates")
         through |= {n, clamped}
         n, scale = terms.owner(clamped.args[0]), 1.0  # type: ignore[arg-type]
-        if n.target is aten.div.Tensor and _is_scale(n.args[1]):
+        if n.target is aten.div.Tensor and _is_scale(n.args[1], n):
             through.add(n)
             n, scale = terms.owner(n.args[0]), n.args[1]  # type: ignore[arg-type,assignment]
     while True:
@@ -215,11 +224,13 @@ def _key_roots(terms: Terms, rows: Node, stored: torch.dtype) -> Iterator[tuple[
         n = terms.owner(n.args[0])  # type: ignore[arg-type]
 
 
-def _is_scale(x: Any) -> bool:
-    """One number for all elements: a positive one, or a float32 tensor of one element."""
+def _is_scale(x: Any, of: Node) -> bool:
+    """One number for all elements: a positive one, or a float32 tensor of one element beside what it scales."""
     if isinstance(x, Node):
         value = x.meta.get("val")
-        return isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() <= 1 and value.numel() == 1
+        if not isinstance(value, Tensor) or value.device != of.meta["val"].device:
+            return False
+        return value.dtype == torch.float32 and value.dim() <= 1 and value.numel() == 1
     limits = torch.finfo(torch.float32)
     return isinstance(x, float | int) and limits.tiny <= x <= limits.max
 
@@ -250,8 +261,13 @@ def _replace(emit: Emitter, rotation: Rotation, out: Node) -> Node:
     """Rows in place of a rotation, and of what makes rows of it; the last new node."""
     root = rotation.root
     new = emit.back(out, rotation)
+    (output,) = root.graph.find_nodes(op="output")
+    given_out = {storage_key(n.meta["val"]) for n in output.all_input_nodes if isinstance(n.meta["val"], Tensor)}
     for n, index in moved(root).items():
-        if index == rows_of(root, rotation.frame) and n.meta["val"].dtype == out.meta["val"].dtype and n is not root:
+        own = storage_key(n.meta["val"]) != storage_key(root.meta["val"])
+        if own and storage_key(n.meta["val"]) in given_out:
+            continue  # a copy that the caller may write to
+        if index == rows_of(root, rotation.frame) and n is not root:
             n.replace_all_uses_with(out)
     root.replace_all_uses_with(new)
     return new

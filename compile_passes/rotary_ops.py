@@ -55,7 +55,7 @@ def rotate(rw: Rewriter, n: Node) -> bool:
     sources = {name: getattr(r, name) for name in ("query", "key", "positions", "cos_sin")}
     names = [next((name for name, t in sources.items() if t is a), a) for a in args]
     nodes = [next((m for m in n.all_input_nodes if rw.env[m] is t), None) for t in (r.query, r.key)]
-    if kwargs or None in nodes or set(sources) - {a for a in names if isinstance(a, str)}:
+    if kwargs or None in nodes or set(sources) - {a for a in names if isinstance(a, str)} or r.positions.dim() != 1:
         return False
     if any(isinstance(a, Tensor) for a in names) or any(_is_seen(n, m, nodes) for m in nodes if m is not None):
         return False

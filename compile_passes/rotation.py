@@ -25,9 +25,12 @@ from itertools import product
 import torch
 from torch.fx import Node
 
+from .affine import Affine, Axis, Index, mean_axis, place
 from .internals import simplified, symbolic
+from .norm import Norm, is_square, normed
+from .precision import as_fine, exact, uncast, widened
 from .rotary_ops import ROTATE
-from .terms import Affine, Axis, Index, Term, Terms, mean_axis, place
+from .terms import Term, Terms
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,6 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """``x * rsqrt(mean(x * x) + eps) * (offset + weight)``, of the elements of a head."""
-
-    weight: Node
-    eps: float
-    offset: float
-
-
-@dataclass(frozen=True)
 class Rotation:
     """What a root computes.
 
@@ -113,6 +107,12 @@ class Rotation:
         """Equal for a query's and a key's rotation that one ``rope_store_kv`` can do."""
         norm = self.norm and (self.norm.eps, self.norm.offset)
         return (self.cos, self.sin, self.table, self.rotary_dim, self.interleaved, self.frame, norm)
+
+    @property
+    def sources(self) -> list[Node]:
+        """The nodes that it is computed from."""
+        table = self.table or [t.node for t in (self.cos, self.sin) if t is not None]
+        return [self.x.node, *table, *([] if self.norm is None else [self.norm.weight])]
 
     @property
     def row_axis(self) -> Axis:
@@ -173,8 +173,8 @@ def rotations(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
             x = _heads(terms, a, first, frame.dim, outer)
             if x is None:
                 continue
-            same = [_widened(terms.at(x.node, x.at(lane))) for lane in lanes]
-            if same[1] is b and (not rest.size or _uncast(same[2], dtype) is _uncast(values[2], dtype)):
+            same = [widened(terms.at(x.node, x.at(lane))) for lane in lanes]
+            if same[1] is b and (not rest.size or uncast(same[2], dtype) is uncast(values[2], dtype)):
                 plain = Rotation(root, frame, x, cos, sin, rotary, interleaved)
                 normed = _with_norm(terms, plain, lanes, outer)
                 yield from (r for r in (normed, plain) if r is not None and _fits(terms, r))
@@ -187,10 +187,12 @@ def _by_operator(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
         return
     *rows, positions, cos_sin, interleaved = call.args
     index = frame.index(root, Affine.of(Axis("lane", frame.dim)))
-    used = (rows[result], positions, cos_sin)  # type: ignore[index]
-    if index is not None and not any(terms.is_written(n) for n in used):  # type: ignore[arg-type]
-        x, table = Heads(used[0], index), (positions, cos_sin)  # type: ignore[arg-type]
-        yield Rotation(root, frame, x, None, None, cos_sin.meta["val"].shape[1], bool(interleaved), table=table)  # type: ignore[union-attr,arg-type]
+    if index is not None:
+        x, table = Heads(rows[result], index), (positions, cos_sin)  # type: ignore[index,arg-type]
+        rotary_dim = cos_sin.meta["val"].shape[1]  # type: ignore[union-attr]
+        found = Rotation(root, frame, x, None, None, rotary_dim, bool(interleaved), table=table)  # type: ignore[arg-type]
+        if not any(map(terms.is_written, found.sources)):
+            yield found
 
 
 def _rotary_dims(terms: Terms, root: Node, dim: int) -> Iterator[int]:
@@ -223,12 +225,12 @@ def _solutions(first: Term, second: Term, dtype: torch.dtype) -> Iterator[tuple[
 
 def _products(t: Term, dtype: torch.dtype) -> list[tuple[int, tuple[Term, Term]]]:
     """A sum or difference of two products, as their signs and factors; empty for anything else."""
-    t, found = _uncast(t, dtype), []
-    if t.op not in ("add", "sub") or not _as_fine(t.dtype, dtype):
+    t, found = uncast(t, dtype), []
+    if t.op not in ("add", "sub") or not as_fine(t.dtype, dtype):
         return []
     for sign, part in zip((1, -1 if t.op == "sub" else 1), t.args, strict=False):
         sign, part = _unsigned(part, sign)
-        if not isinstance(part, Term) or part.op != "mul" or not _as_fine(part.dtype, dtype):
+        if not isinstance(part, Term) or part.op != "mul" or not as_fine(part.dtype, dtype):
             return []
         sign, a = _unsigned(part.args[0], sign)
         sign, b = _unsigned(part.args[1], sign)
@@ -240,36 +242,9 @@ def _products(t: Term, dtype: torch.dtype) -> list[tuple[int, tuple[Term, Term]]
 
 def _unsigned(t: object, sign: int) -> tuple[int, object]:
     """A term without negations and casts to a wider type on its outside, and its sign."""
-    while isinstance(t, Term) and (t.op == "neg" or _widened(t) is not t):
-        t, sign = (t.args[0], -sign) if t.op == "neg" else (_widened(t), sign)
+    while isinstance(t, Term) and (t.op == "neg" or widened(t) is not t):
+        t, sign = (t.args[0], -sign) if t.op == "neg" else (widened(t), sign)
     return sign, t
-
-
-def _widened(t: Term) -> Term:
-    """What was cast to a wider type, which changes no value."""
-    while t.op == "cast" and exact(t.args[0].dtype, t.dtype):
-        t = t.args[0]
-    return t
-
-
-def exact(before: torch.dtype, after: torch.dtype) -> bool:
-    """Does a cast keep every value?"""
-    floating = before.is_floating_point and after.is_floating_point
-    return before == after or (floating and before.itemsize < after.itemsize >= 4)
-
-
-def _as_fine(dtype: torch.dtype, result: torch.dtype) -> bool:
-    """May what becomes a result of one type be rounded to another on the way, without a loss but for that rounding?"""
-    return dtype in (result, torch.float32)
-
-
-def _uncast(t: Term, result: torch.dtype) -> Term:
-    """What was cast, to a wider type or one as fine as the result's."""
-    while t.op == "cast" and (_as_fine(t.dtype, result) or exact(t.args[0].dtype, t.dtype)):
-        if not t.args[0].dtype.is_floating_point:
-            break
-        t = t.args[0]
-    return t
 
 
 def _heads(terms: Terms, t: Term, lane: Affine, dim: int, outer: frozenset[Axis]) -> Heads | None:
@@ -290,12 +265,11 @@ def _heads(terms: Terms, t: Term, lane: Affine, dim: int, outer: frozenset[Axis]
 
 
 def _fits(terms: Terms, r: Rotation) -> bool:
-    """Is everything there before the root, in a dtype that keeps its values, and the table one of rows of tokens?"""
+    """Is nothing written that it uses, all in a dtype that keeps its values, and the table one of rows of tokens?"""
     assert r.cos is not None and r.sin is not None
-    used = [r.x.node, r.cos.node, r.sin.node, *([] if r.norm is None else [r.norm.weight])]
-    early = all(terms.order[n] < terms.order[r.root] and not terms.is_written(n) for n in used)
+    kept = not any(map(terms.is_written, r.sources))
     widens = exact(r.x.node.meta["val"].dtype, r.root.meta["val"].dtype) and r.cos.dtype == r.sin.dtype
-    return early and widens and None not in (r.table_axes(r.cos), r.table_axes(r.sin))
+    return kept and widens and r.cos.dtype.is_floating_point and None not in (r.table_axes(r.cos), r.table_axes(r.sin))
 
 
 def _with_norm(terms: Terms, found: Rotation, lanes: Sequence[Affine], outer: frozenset[Axis]) -> Rotation | None:
@@ -303,15 +277,15 @@ def _with_norm(terms: Terms, found: Rotation, lanes: Sequence[Affine], outer: fr
     inner: Heads | None = None
     norm: Norm | None = None
     for lane in lanes:
-        parts = _normed(terms.at(found.x.node, found.x.at(lane)), found.root.meta["val"].dtype)
+        parts = normed(terms.at(found.x.node, found.x.at(lane)), found.root.meta["val"].dtype)
         if parts is None:
             return None
         x, square, weight, eps, offset = parts
         inner = inner or _heads(terms, x, lane, found.frame.dim, outer)
-        if inner is None or _widened(terms.at(inner.node, inner.at(lane))) is not x:
+        if inner is None or widened(terms.at(inner.node, inner.at(lane))) is not x:
             return None
         along = Affine.of(mean_axis(found.frame.dim))
-        if not _is_square(square, _widened(terms.at(inner.node, inner.at(along)))):
+        if not is_square(square, widened(terms.at(inner.node, inner.at(along)))):
             return None
         node = weight.node
         if list(node.meta["val"].shape) != [found.frame.dim] or terms.at(node, (lane,)) is not weight:
@@ -323,40 +297,3 @@ def _with_norm(terms: Terms, found: Rotation, lanes: Sequence[Affine], outer: fr
     return Rotation(
         found.root, found.frame, inner, found.cos, found.sin, found.rotary_dim, found.interleaved, norm
     )  # fmt: skip
-
-
-def _normed(t: Term, dtype: torch.dtype) -> tuple[Term, Term, Term, float, float] | None:
-    """``mul(mul(x, rsqrt(add(mean(square), eps))), weight)`` as x, square, weight, eps and offset.
-
-    Casts may be in between; the weight may be ``add(weight, offset)``, and factors stand in either order.
-    """
-    for scaled, weight in _factors(t, dtype):
-        for x, factor in _factors(scaled, dtype):
-            root = _uncast(factor, dtype)
-            inner = _uncast(root.args[0], dtype) if root.op == "rsqrt" else root
-            if root.op != "rsqrt" or inner.op != "add" or not isinstance(inner.args[1], float | int):
-                continue
-            mean, weight, offset = _uncast(inner.args[0], dtype), _widened(weight), 0.0
-            if weight.op == "add" and not _as_fine(weight.dtype, dtype):
-                continue
-            if weight.op == "add" and isinstance(weight.args[1], float | int):
-                weight, offset = _widened(weight.args[0]), float(weight.args[1])
-            elif weight.op == "add" and isinstance(weight.args[0], float | int):
-                weight, offset = _widened(weight.args[1]), float(weight.args[0])
-            if mean.op == "mean" and weight.op == "leaf" and all(_as_fine(m.dtype, dtype) for m in (root, inner, mean)):
-                return _widened(x), mean.args[0], weight, float(inner.args[1]), offset
-    return None
-
-
-def _factors(t: Term, dtype: torch.dtype) -> list[tuple[Term, Term]]:
-    """The two factors of a product of terms, in both orders."""
-    t = _uncast(t, dtype)
-    if t.op != "mul" or not _as_fine(t.dtype, dtype) or not all(isinstance(a, Term) for a in t.args):
-        return []
-    return [(t.args[0], t.args[1]), (t.args[1], t.args[0])]
-
-
-def _is_square(t: Term, x: Term) -> bool:
-    if t.op == "pow":
-        return t.args[1] == 2 and _widened(t.args[0]) is x
-    return t.op == "mul" and all(isinstance(a, Term) and _widened(a) is x for a in t.args)

@@ -9,9 +9,10 @@ from collections.abc import Container, Iterator, Sequence
 from torch import Tensor
 from torch.fx import Node
 
-from .internals import simplified, storage_key, symbolic
+from .affine import Affine, Axis, Index, address, place
+from .internals import alike, simplified, storage_key, symbolic
 from .rotation import Frame
-from .terms import Affine, Axis, Index, address, aten, place
+from .terms import aten
 
 
 def moved(root: Node, through: Container[Node] = ()) -> dict[Node, Index]:
@@ -27,7 +28,7 @@ def moved(root: Node, through: Container[Node] = ()) -> dict[Node, Index]:
             y, new = user.meta.get("val"), None
             if user in found or not isinstance(y, Tensor) or user.args[0] is not n or not _same(y.numel(), x.numel()):
                 continue
-            if storage_key(y) == storage_key(x):
+            if storage_key(y) == storage_key(x) and alike(x, y):
                 new = place(address(index, x), y)
             elif user.target is aten.clone.default or user in through:
                 new = index

@@ -1,120 +1,37 @@
 """What the elements of a graph's tensors are computed from: a term for every way to name elements.
 
-An element is named by an index along every dimension, and an index is a sum of axes times steps: with axes ``b``, ``t``
-and ``i``, element ``[b, t, 32 + i]`` stands for a whole block of elements at once. Where it lies in its storage follows
-from strides alone, so no view operator has a rule: what counts is the node that made the storage. Pointwise operators
-become terms over the elements they read, ``cat`` and ``stack`` lead to one of their inputs, copies to theirs; every
-other node is a leaf. Equal terms are one object, so two ways to compute the same are equal if they are the same object.
+Where an element, or a block of them named by an :mod:`affine` index, lies in its storage follows from strides alone, so
+no view operator has a rule: what counts is the node that made the storage. Pointwise operators become terms over the
+elements they read, ``cat`` and ``stack`` lead to one of their inputs, copies to theirs; every other node is a leaf.
+Equal terms are one object, so two ways to compute the same are equal if they are the same object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .affine import Affine, Axis, Index, address, mean_axis, place
 from .internals import (
+    alike,
     is_mutable,
     is_operator,
     is_pointwise,
     is_repeatable,
-    never_negative,
     operator_name,
-    quotient,
     simplified,
     storage_key,
     symbolic,
-    value_at_hand,
     written,
 )
 
 aten = torch.ops.aten
 DEPTH = 64  # of terms: those of a rotation have a third of that, those of a residual stream as many as the model
-Number = Any  # an int, or a sympy expression where a size is symbolic
-
-
-class Axis(NamedTuple):
-    """A variable of an index, from 0 to ``size - 1``."""
-
-    name: str
-    size: Number
-
-
-@dataclass(frozen=True)
-class Affine:
-    """``const`` and the sum of axes times their steps: an index along a dimension, or an address in a storage."""
-
-    steps: frozenset[tuple[Axis, Number]] = frozenset()
-    const: Number = 0
-
-    @staticmethod
-    def of(axis: Axis, step: Number = 1, const: Number = 0) -> Affine:
-        """``const + step * axis``; an axis of size 1 is always 0."""
-        return Affine(frozenset() if axis.size == 1 else frozenset(((axis, step),)), const)
-
-    def plus(self, other: Affine, times: Number = 1) -> Affine:
-        """``self + other * times``."""
-        if not other.steps and other.const == 0:
-            return self
-        steps = dict(self.steps)
-        for axis, step in other.steps:
-            steps[axis] = simplified(steps.get(axis, 0) + step * times)
-        return Affine(frozenset(steps.items()), simplified(self.const + other.const * times))
-
-    @property
-    def axes(self) -> frozenset[Axis]:
-        """Those that it depends on."""
-        return frozenset(axis for axis, _ in self.steps)
-
-    @property
-    def last(self) -> Number:
-        """The largest value."""
-        return simplified(self.const + sum(step * (axis.size - 1) for axis, step in self.steps))
-
-    def below(self, size: Number) -> bool:
-        """Is every value less?"""
-        return never_negative(simplified(size - 1 - self.last))
-
-
-Index = tuple[Affine, ...]
-
-
-def address(index: Sequence[Affine], x: Tensor) -> Affine:
-    """Where in its storage an element lies, in elements."""
-    found = Affine(const=symbolic(x.storage_offset()))
-    for along, size, stride in zip(index, x.shape, x.stride(), strict=True):
-        if size != 1:
-            found = found.plus(along, symbolic(stride))
-    return found
-
-
-def place(where: Affine, x: Tensor) -> Index | None:
-    """The index of the element of a tensor that lies at an address; None if none is known to."""
-    dims: list[tuple[int, int, Number, Number]] = []  # the widest stride's value first
-    for d, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        hint = value_at_hand(stride)
-        if hint is None:
-            return None
-        if size != 1 and hint:
-            dims.append((hint, d, symbolic(stride), symbolic(size)))
-    dims.sort(reverse=True, key=lambda dim: dim[0])
-    index, rest = [Affine()] * x.dim(), simplified(where.const - symbolic(x.storage_offset()))
-    for axis, step in where.steps:
-        found = next(((d, q) for _, d, stride, _ in dims if (q := quotient(step, stride)) is not None), None)
-        if found is None:
-            return None
-        index[found[0]] = index[found[0]].plus(Affine.of(axis, found[1]))
-    for hint, d, stride, _ in dims:
-        if isinstance(rest, int) and rest >= hint:
-            if not isinstance(stride, int):
-                return None
-            index[d] = index[d].plus(Affine(const=rest // stride))
-            rest %= stride
-    return tuple(index) if rest == 0 and all(index[d].below(size) for _, d, _, size in dims) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +63,7 @@ class Terms:
         self.order: dict[Node, int] = {n: i for i, n in enumerate(graph.nodes)}
         self.writers: dict[int, list[Node]] = {}
         self.views: dict[int, list[Node]] = {}
-        self._known: dict[tuple[Node, Affine, bool], Term] = {}
+        self._known: dict[tuple[Node, Affine, int], Term] = {}
         self._terms: dict[Any, Term] = {}
         self._firsts: dict[Node, Node] = {}
         self._calls: dict[Any, Node] = {}
@@ -174,28 +91,28 @@ class Terms:
 
     def at(self, n: Node, index: Sequence[Affine], reader: Node | None = None) -> Term:
         """The term of an element of a node's tensor, as a later node reads it; None stands for the last one."""
-        x, owner = n.meta["val"], self.owner(n)
-        if x.dtype != owner.meta["val"].dtype or x.is_neg():  # other numbers than its storage's owner made
-            return self._term("view", (n, tuple(index)), n, address(index, x), x.dtype, _axes(index))
-        writers = self.writers.get(storage_key(x), [])
-        after = bool(writers) and (reader is None or self.order[reader] > self.order[writers[0]])
-        key = (owner, address(index, x), after)
+        x, owner, written = n.meta["val"], self.owner(n), self.writers.get(storage_key(n.meta["val"]), [])
+        before = [w for w in written if reader is None or self.order[w] < self.order[reader]]
+        if not alike(x, owner.meta["val"]):
+            return self._term("view", (n, tuple(index), len(before)), n, address(index, x), x.dtype, _axes(index))
+        key = (owner, address(index, x), len(before))
         if key not in self._known:
-            self._known[key] = self._stored(owner, key[1], writers, after)
+            self._known[key] = self._stored(owner, key[1], before)
         return self._known[key]
 
-    def _stored(self, owner: Node, where: Affine, writers: Sequence[Node], after: bool) -> Term:
+    def _stored(self, owner: Node, where: Affine, before: Sequence[Node]) -> Term:
+        """The term of what lies at an address of a storage after some nodes wrote there."""
         x = owner.meta["val"]
-        made = writers[0] if after else owner
+        made = before[-1] if before else owner
         index = place(where, x) if made.op == "call_function" and self._depth < DEPTH else None
-        if after and (len(writers) > 1 or not _writes_whole(made, x)):
+        if before and not _writes_whole(made, x):
             index = None
         self._depth += 1
         found = None if index is None else self._made(made, index, owner, where)
         self._depth -= 1
         if found is None:
-            first = self._firsts[owner]
-            found = self._term("leaf", (first, where, after), first, where, x.dtype, where.axes)
+            first = owner if before else self._firsts[owner]
+            found = self._term("leaf", (first, where, len(before)), first, where, x.dtype, where.axes)
         return found
 
     def _call(self, n: Node) -> Any:
@@ -217,7 +134,7 @@ class Terms:
             if self.is_written(a):
                 return object()
             sizes = [simplified(symbolic(n)) for n in (*x.shape, *x.stride(), x.storage_offset())]
-            return (self._firsts[self.owner(a)], x.dtype, *sizes)
+            return (self._firsts[self.owner(a)], x.dtype, x.is_neg(), x.is_conj(), *sizes)
         return (type(a), a)
 
     def _made(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
@@ -227,11 +144,12 @@ class Terms:
         if n.target is aten._to_copy.default:
             return self._cast(n, index, owner, where)
         if n.target is aten.cat.default:
-            return self._joined(n, index)
+            return self._joined(n, index, owner, where)
         if n.target is aten.stack.default:
             dim = (n.args[1] if len(n.args) > 1 else 0) % len(index)
             at, rest = index[dim], (*index[:dim], *index[dim + 1 :])
-            return self.at(n.args[0][at.const], rest, n) if not at.steps and isinstance(at.const, int) else None
+            known = not at.steps and isinstance(at.const, int)
+            return self._part(n.args[0][at.const], rest, n, owner, where) if known else None
         if n.target is aten.mean.dim and not n.kwargs:
             return self._mean(n, index, owner, where)
         if is_pointwise(n.target) and not n.kwargs:
@@ -256,7 +174,12 @@ class Terms:
         inner = self.at(n.args[0], index, n)
         return inner if before.dtype == after.dtype else self._op("cast", [inner], owner, where)
 
-    def _joined(self, n: Any, index: Index) -> Term | None:
+    def _part(self, part: Node, index: Index, n: Node, owner: Node, where: Affine) -> Term:
+        """An element that was put together with others, whose type may be wider."""
+        inner = self.at(part, index, n)
+        return inner if inner.dtype == owner.meta["val"].dtype else self._op("cast", [inner], owner, where)
+
+    def _joined(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
         """``cat([a, b], dim)`` where all of the elements lie in one of them."""
         dim = (n.args[1] if len(n.args) > 1 else 0) % len(index)
         start = 0
@@ -266,7 +189,7 @@ class Terms:
             if not isinstance(size, int) or not isinstance(own.const, int):
                 return None
             if own.const >= 0 and own.below(size):
-                return self.at(part, (*index[:dim], own, *index[dim + 1 :]), n)
+                return self._part(part, (*index[:dim], own, *index[dim + 1 :]), n, owner, where)
             start += size
         return None
 
@@ -293,11 +216,6 @@ class Terms:
         if key not in self._terms:
             self._terms[key] = Term(op, args, node, where, dtype, axes)
         return self._terms[key]
-
-
-def mean_axis(size: Number) -> Axis:
-    """The axis that a mean is taken over."""
-    return Axis("mean", size)
 
 
 def _axes(index: Sequence[Affine]) -> frozenset[Axis]:

@@ -14,6 +14,12 @@ HEADS, DIM, SLOTS = 2, 8, 20
 INV_FREQ, Q_WEIGHT, K_WEIGHT = FORMS["qwen3"].tensors
 Body = Callable[..., Tensor]
 CASES: dict[str, tuple[str, Body]] = {}
+SEEN: list[Tensor] = []
+
+_library = torch.library.Library("pm_ops_test_rope", "DEF")
+_library.define("look(Tensor x) -> ()")
+_library.impl("look", lambda x: SEEN.append(x.clone()), "CompositeExplicitAutograd")
+torch.library.register_fake("pm_ops_test_rope::look", lambda x: None, lib=_library)
 
 
 class Layer(torch.nn.Module):
@@ -181,6 +187,75 @@ def values_made_of_the_rotated_key(k_cache, v_cache, q, k, v, slots, positions):
     return q
 
 
+@case("used before the store")
+def query_joined_with_what_is_written_after(k_cache, v_cache, q, k, v, slots, positions):
+    q, k = llama(q, k, positions, INV_FREQ)
+    x = v + 1
+    out = torch.cat([q, x], 1)
+    x.zero_()
+    k_cache[slots], v_cache[slots] = k, v
+    return out
+
+
+@case("used before the store")
+def query_given_to_an_operator_without_results(k_cache, v_cache, q, k, v, slots, positions):
+    q, k = llama(q, k, positions, INV_FREQ)
+    torch.ops.pm_ops_test_rope.look(q)
+    k_cache[slots], v_cache[slots] = k, v
+    return q
+
+
+@case("is rotated once more")
+def key_rotated_twice(k_cache, v_cache, q, k, v, slots, positions):
+    _, once = llama(q, k, positions, INV_FREQ)
+    _, k = llama(q, once, positions, INV_FREQ)
+    k_cache[slots], v_cache[slots] = k, v
+    return once
+
+
+@case("by the same angles")
+def angles_written_in_place_between(k_cache, v_cache, q, k, v, slots, positions):
+    angles = positions[:, None].float() * INV_FREQ
+
+    def rotate(x):
+        angles[:3].add_(1)  # a part, so that only how often that happened is known
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    q, k = rotate(q), rotate(k)
+    k_cache[slots], v_cache[slots] = k, v
+    return q
+
+
+@case("by the same angles")
+def another_scaling_for_the_query(k_cache, v_cache, q, k, v, slots, positions):
+    cos, sin = FORMS["vllm_neox"].tensors[0][positions][:, None].chunk(2, -1)
+
+    def rotate(x, scale):
+        a, b = x.chunk(2, -1)
+        c, s = cos * scale, sin * scale
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+    q, k = rotate(q, 1.25), rotate(k, 1.0)
+    k_cache[slots], v_cache[slots] = k, v
+    return q
+
+
+@case("is changed between rotation and store")
+def key_stored_with_its_sign_bits_flipped(k_cache, v_cache, q, k, v, slots, positions):
+    q, k = llama(q, k, positions, INV_FREQ)
+    k_cache[slots], v_cache[slots] = torch._neg_view(k), v
+    return q
+
+
+@case("is changed between rotation and store")
+def key_repeated_for_its_group(k_cache, v_cache, q, k, v, slots, positions):
+    q, k = llama(q, k[:, :1], positions, INV_FREQ)
+    k_cache[slots], v_cache[slots] = k.expand(-1, HEADS, -1), v
+    return q
+
+
 def arguments() -> tuple[Tensor, ...]:
     torch.manual_seed(1)
     q, k, v = torch.randn(5, 2 * HEADS, DIM), torch.randn(5, HEADS, DIM), torch.randn(5, HEADS, DIM)
@@ -222,4 +297,78 @@ def test_zeroing_a_cache_is_no_store_that_is_left(paged: Any) -> None:
 
     twin = paged(Layer(body), fuse_rope=True)
     twin.check(*arguments())
+    assert twin.binding.report().fused == 1 and not twin.binding.report().unfused
+
+
+def test_an_operator_without_results_still_runs(paged: Any) -> None:
+    """Even one that nothing else in the graph depends on, beside a store that is fused."""
+
+    def body(k_cache, v_cache, q, k, v, slots, positions):
+        torch.ops.pm_ops_test_rope.look(v)
+        q, k = llama(q, k, positions, INV_FREQ)
+        k_cache[slots], v_cache[slots] = k, v
+        return q
+
+    twin = paged(Layer(body), fuse_rope=True)
+    SEEN.clear()
+    twin.check(*arguments())
+    assert len(SEEN) == 2 and torch.equal(*SEEN) and twin.binding.report().fused == 1
+
+
+def test_a_key_stored_by_its_bits_is_left_alone(paged: Any) -> None:
+    """A bfloat16 key in a float16 cache: the fused store would convert numbers."""
+
+    def body(k_cache, v_cache, q, k, v, slots, positions):
+        q, k = llama(q.bfloat16(), k.bfloat16(), positions, INV_FREQ)
+        k_cache[slots], v_cache[slots] = k.view(torch.float16), v.half()
+        return q
+
+    layer = Layer(body)
+    layer.k, layer.v = [t.half() for t in layer.k], [t.half() for t in layer.v]
+    twin = paged(layer, fuse_rope=True, strict=False, dtype=torch.float16)
+    twin.check(*arguments(), exact=True)
+    twin.check_pages()
+    assert twin.binding.report().fused == 0
+
+
+def test_copies_that_leave_the_graph_share_no_memory(paged: Any) -> None:
+    def body(k_cache, v_cache, q, k, v, slots, positions):
+        q, k = llama(q, k, positions, INV_FREQ)
+        k_cache[slots], v_cache[slots] = k, v
+        return q, q.clone(), k, k.clone()
+
+    twin = paged(Layer(body), fuse_rope=True)
+    twin.check(*arguments())
+    with torch.no_grad():
+        found = twin.compiled(*arguments())[0]
+    assert twin.binding.report().fused == 1
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 4
+
+
+def test_another_pools_stores_are_none_of_this_pass(paged: Any) -> None:
+    plane, other = [0, 512, 64, 32, 5], torch.zeros(5 * 512, dtype=torch.uint8)
+
+    def body(k_cache, v_cache, q, k, v, slots, positions):
+        torch.ops.pm_ops.store_kv(other, v, None, slots, plane, None, 4, torch.float32, None)
+        q, k = llama(q, k, positions, INV_FREQ)
+        k_cache[slots], v_cache[slots] = k, v
+        return q
+
+    twin = paged(Layer(body), fuse_rope=True)
+    twin.check(*arguments())
+    twin.check_pages()
+    assert twin.backend.graphs[0].count("rope_store_kv.default") == 1
+    assert bool(other.any())
+
+
+def test_no_tokens_are_no_failure(paged: Any) -> None:
+    def body(k_cache, v_cache, q, k, v, slots, positions):
+        q, k = llama(q, k, positions, INV_FREQ)
+        k_cache[slots], v_cache[slots] = k, v
+        return q
+
+    twin = paged(Layer(body), fuse_rope=True)
+    twin.check(*(a[:0] for a in arguments()))
+    twin.check(*arguments())
+    twin.check_pages()
     assert twin.binding.report().fused == 1 and not twin.binding.report().unfused

@@ -20,7 +20,7 @@ def _rotary(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cache
     """As vLLM's ``_C.rotary_embedding``."""
     rotate = FORMS["vllm_neox" if is_neox else "vllm_gptj"].rotate
     rows = (query.unflatten(-1, (-1, head_size)), key.unflatten(-1, (-1, head_size)))
-    for x, turned in zip((query, key), rotate(*rows, positions, cache), strict=True):
+    for x, turned in zip((query, key), rotate(*rows, positions.flatten(), cache), strict=True):
         x.copy_(turned.flatten(-2))
 
 
@@ -118,3 +118,11 @@ def test_an_operator_whose_writes_are_seen_through_another_tensor_is_left_in_pla
     twin.check_pages(0)
     assert "rope_store_kv" not in twin.backend.graphs[0]
     assert "layer 0" in twin.binding.report().unfused[0]
+
+
+def test_positions_that_are_no_row_each_leave_the_operator_as_it_is(paged: Any) -> None:
+    x, slots, positions, table = arguments()
+    twin = paged(Engine(stored), fuse_rope=True, strict=False)
+    twin.check(x, slots, positions[None], table)
+    twin.check_pages()
+    assert twin.binding.report().fused == 0 and "rotary_embedding" in twin.backend.graphs[0]

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pm_ops.compile_passes.terms import Affine, Axis, Term, Terms, place
+from pm_ops.compile_passes.affine import Affine, Axis
+from pm_ops.compile_passes.terms import Term, Terms
 
 ROW, LANE = Axis("row", 3), Axis("lane", 4)
 
@@ -73,9 +74,31 @@ def test_torchs_rms_norm_is_the_norm_written_out() -> None:
     assert at(0, Affine.of(LANE)) is at(1, Affine.of(LANE)) is not at(2, Affine.of(LANE))
 
 
-def test_an_address_outside_of_a_view_has_no_place_in_it() -> None:
-    x = torch.empty(3, 8)
-    assert place(Affine.of(ROW, 8, 4).plus(Affine.of(LANE)), x[:, 4:]) == (Affine.of(ROW), Affine.of(LANE))
-    assert place(Affine.of(ROW, 8, 2).plus(Affine.of(LANE)), x[:, 4:]) is None
-    assert place(Affine.of(Axis("row", 4), 8), x) is None
-    assert place(Affine.of(Axis("lane", 9)), x) is None
+def test_what_is_written_in_part_is_something_else_after_every_write() -> None:
+    def f(x: Tensor) -> Any:
+        y = x * 2
+        y[:1].add_(1)
+        once = y.cos(), y.view(torch.int32) + 0
+        y[:1].add_(1)
+        return *once, y.cos(), y.view(torch.int32) + 0
+
+    at = terms_of(f, torch.randn(3, 4))
+    once, bits, twice, later = (at(i, Affine.of(LANE)) for i in range(4))
+    assert once is not twice and bits is not later
+
+
+def test_two_tensors_made_alike_differ_once_they_are_written() -> None:
+    def f(x: Tensor, i: Tensor) -> Any:
+        first, second = torch.zeros(3, 4), torch.zeros(3, 4)
+        before = first + 0, second + 0
+        first[i], second[i] = x, x * 2
+        return *before, first + 0, second + 0
+
+    at = terms_of(f, torch.randn(3, 4), torch.tensor([2, 0, 1]))
+    found = [at(i, Affine.of(LANE)) for i in range(4)]
+    assert found[0] is found[1] and len(set(found)) == 3
+
+
+def test_what_is_joined_with_a_wider_type_is_cast() -> None:
+    at = terms_of(lambda x, y: (torch.cat((x, y), -1), x.float()), torch.randn(3, 4).half(), torch.randn(3, 4))
+    assert at(0, Affine.of(LANE)) is at(1, Affine.of(LANE))
