@@ -18,4 +18,4 @@ def refuse_capture(what: str, *devices: torch.device) -> None:
             with torch.cuda.device(device):
                 capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
-        raise RuntimeError(f"a CUDA graph is being captured: {what}")
+        raise RuntimeError(f"a CUDA graph is being captured, and {what}")

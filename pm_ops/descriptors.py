@@ -116,7 +116,7 @@ def pair_descriptors(src: Sequence[Descriptor], dst: Sequence[Descriptor]) -> li
 def count_layer_major(pool: PagePool, pages: Tensor | Sequence[int], layers: Iterable[int] | None = None) -> int:
     """How many runs the same pages would be with every plane a tensor of its own, adjacent pages merged there too."""
     ids = checked_pages(pool, pages)
-    wanted = _known(pool.layout, layers) if layers is not None else set(pool.layout.layers)
+    wanted = known_layers(pool.layout, layers) if layers is not None else set(pool.layout.layers)
     planes = sum(p.layer in wanted for p in pool.layout.planes)
     return planes * sum(i == 0 or page != ids[i - 1] + 1 for i, page in enumerate(ids))
 
@@ -137,10 +137,11 @@ def checked_pages(pool: PagePool, pages: Tensor | Sequence[int], *, distinct: bo
 def _runs(layout: PageLayout, layers: Iterable[int] | None) -> Sequence[PageRun]:
     if layers is None:
         return [PageRun(0, layout.page_bytes)]
-    return layout.layer_runs(_known(layout, layers))
+    return layout.layer_runs(known_layers(layout, layers))
 
 
-def _known(layout: PageLayout, layers: Iterable[int]) -> set[int]:
+def known_layers(layout: PageLayout, layers: Iterable[int]) -> set[int]:
+    """The layers as a set. Raises ValueError for one that the layout does not have."""
     wanted = set(layers)
     unknown = sorted(wanted - set(layout.layers))
     if unknown:

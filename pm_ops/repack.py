@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .capture import refuse_capture
 from .layout import PageLayout, Plane, counted, dtype_name
 from .ops.repack import WIDER
 from .pool import PagePool
@@ -200,7 +201,8 @@ class RepackPlan:
         """
         if device not in self._tables:
             if device.type == "cuda" and not torch.compiler.is_compiling():
-                _require_no_capture(device)
+                remedy = f'run the plan once before that, or call plan.table(torch.device("{device}"))'
+                refuse_capture(f"this plan has no table on {device} yet; {remedy}", device)
             self._tables[device] = torch.tensor(self.runs, dtype=torch.int64, device=device)
         return self._tables[device]
 
@@ -310,15 +312,6 @@ def _heads(heads: tuple[int, int, int]) -> tuple[int, int, int]:
             f"heads={heads!r}: give (first source head, first target head, count), integers, and count >= 1"
         )
     return first, at, count
-
-
-def _require_no_capture(device: torch.device) -> None:
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"a CUDA graph is being captured, and this plan has no table on {device} yet; run the plan once before "
-                f'that, or call plan.table(torch.device("{device}"))'
-            )
 
 
 def _merged(rows: list[RepackRun]) -> list[RepackRun]:

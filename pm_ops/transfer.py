@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .descriptors import known_layers
 from .layout import counted
 from .pool import PagePool
 from .transfer_plan import Impl, PageRuns, Part, Step
@@ -86,9 +87,7 @@ class Transfer:
             ValueError: it was not, or the layout has no such layer.
             RuntimeError: this layer was left out, by :meth:`cancel` or after an error.
         """
-        layers = self.queue.source.layout.layers
-        if layer not in layers:
-            raise ValueError(f"no layer {layer!r} in this layout, whose layers are {list(layers)}")
+        known_layers(self.queue.source.layout, [layer])
         if not self.by_layer:
             raise ValueError("these pages are moved as a whole; restore(..., by_layer=True) them, or wait()")
         if self.source_pages and layer not in self.layers:

@@ -244,7 +244,7 @@ class TransferQueue:
 
     def _refuse_capture(self) -> None:
         if self.gpu is not None:
-            refuse_capture("the host issues transfers, and asks what has arrived; do so outside", self.gpu)
+            refuse_capture("the host issues transfers and asks what has arrived; do so outside", self.gpu)
 
     def _push(self, needed: Callable[[], bool]) -> bool:
         """Issue the next step, if it may be in flight or is needed; whether anything changed."""

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from delayed import LAYOUT, PAGE, delayed
 from pages import LAYOUTS, packed_pool, spaced_pool
 from test_descriptors import layer_bytes
+from two_gpus import captured_in_turn
 
 import pm_ops
 from pm_ops import HostPool, PageLayout, PagePool, transfer_queue
@@ -248,19 +249,8 @@ def test_everything_is_refused_in_a_capture(log, monkeypatch) -> None:
     back = host.restore(kept.pages, [6], by_layer=True)
     saved = host.offload([0, 1])
     host._out.gpu = host._in.gpu = torch.device("cuda:1")
-    here = [0]
-
-    @contextmanager
-    def device(other):
-        before, here[0] = here[0], other.index
-        yield
-        here[0] = before
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: here[0])
-    monkeypatch.setattr(torch.cuda, "device", device)
     issued = len(log)
-    for capturing in (0, 1):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[0] == capturing)  # noqa: B023
+    for _ in captured_in_turn(monkeypatch):
         for call in (
             lambda: host.offload([4]), lambda: host.restore(saved.pages, [2, 3]), lambda: host.free(saved.pages),
             saved.done, saved.wait, saved.synchronize, lambda: saved.arrived, lambda: back.wait_layer(0),

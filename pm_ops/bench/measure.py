@@ -74,8 +74,9 @@ def measure(options: argparse.Namespace) -> int:
         torch.set_num_threads(1)  # waiting for other threads would be most of the time of work as small as this
     try:
         measure_limits(clock, results)
+        runner = Runner(found, clock, results, progress)
         for case in todo:
-            Runner(found, clock, results, progress).run([case])
+            runner.run([case])
             if options.out is not None:  # also what a run has that is stopped later
                 results.write(options.out / f"{stem}.json")
     except DeviceLost as problem:

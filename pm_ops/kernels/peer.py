@@ -24,7 +24,7 @@ def writes_to(here: torch.device, there: torch.device) -> Iterator[None]:
     if here == there:
         yield
         return
-    refuse_capture("a graph is of one device, and this writes another's memory; call it outside", here, there)
+    refuse_capture("a graph is of one device, but this writes another's memory; call it outside", here, there)
     _give_access(here, there)
     ours, theirs = torch.cuda.current_stream(here), torch.cuda.current_stream(there)
     ours.wait_stream(theirs)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from repack_cases import SCALED, UNIFORM, expected, heads_of, side, wider_pools
+from two_gpus import captured_in_turn
 
 import pm_ops
 from pm_ops.kernels import peer
@@ -101,21 +100,11 @@ def test_streams_of_both_devices_wait_for_one_another(here, there):
 
 
 def test_a_capture_is_refused_on_either_device(monkeypatch):
-    here, devices = [0], (torch.device("cuda:0"), torch.device("cuda:1"))
-
-    @contextmanager
-    def device(other):
-        before, here[0] = here[0], other.index
-        yield
-        here[0] = before
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: here[0])
-    monkeypatch.setattr(torch.cuda, "device", device)
-    for capturing in (0, 1):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[0] == capturing)  # noqa: B023
+    devices = torch.device("cuda:0"), torch.device("cuda:1")
+    for _ in captured_in_turn(monkeypatch):
         with pytest.raises(RuntimeError, match="graph is being captured.*outside"), peer.writes_to(*devices):
             raise AssertionError("not reached")
-    assert here == [0]
+    assert torch.cuda.current_device() == 0
 
 
 def test_a_gpu_without_access_to_the_other_is_refused(monkeypatch):
