@@ -97,6 +97,7 @@ def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
         "rope_store_kv": _rope_samples,
         "load_kv": _load_samples,
         "attention": _attention_samples,
+        "attention_out": _attention_out_samples,
         "copy_pages": _page_samples,
         "zero_pages": _page_samples,
         "gather_pages": _page_samples,
@@ -206,6 +207,13 @@ def _attention_samples(op: str, pool: PagePool) -> Iterator[Sample]:
         bias = torch.randn(1, 2 * heads, 1, 5 * ps, device=device)
         extra = {"softcap": 20.0, "sinks": torch.randn(2 * heads, device=device), "bias": bias, "causal": False}
         yield (pool.buffer, half, table, lengths, start, *tail), {"window": 3, **options, **extra}
+
+
+def _attention_out_samples(op: str, pool: PagePool) -> Iterator[Sample]:
+    for args, options in _attention_samples(op, pool):
+        query, value_dim = args[1], args[9]
+        out = torch.full((*query.shape[:2], value_dim), torch.nan, dtype=query.dtype, device=query.device)
+        yield args, {**options, "out": out}
 
 
 def _page_samples(op: str, pool: PagePool) -> Iterator[Sample]:

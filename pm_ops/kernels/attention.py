@@ -287,7 +287,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     if attention_hopper.takes(a):
         return attention_hopper.attention(a)
     tokens, q_heads, dim = a.query.shape
-    out = a.query.new_empty((tokens, q_heads, a.value_dim))
+    out = a.new_out()
     lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)
     if tokens == 0 or q_heads == 0:
         return out, lse

@@ -177,7 +177,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     """`pm_ops::attention`, of calls that :func:`takes` approves of: one launch."""
     tokens, q_heads, dim = a.query.shape
     batch = a.seq_lens.shape[0]
-    out = a.query.new_empty((tokens, q_heads, a.value_dim))
+    out = a.new_out()
     lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)
     block_n = _block_n(dim, a.value_dim)
     rows = min(a.page_size & -a.page_size, 64, block_n)  # a power of two that divides the page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -116,6 +116,10 @@ class Attention:
         if self.query_start is not None and self.max_query_len:
             return self.max_query_len
         return -(-self.query.shape[0] // max(self.seq_lens.shape[0], 1))
+
+    def new_out(self) -> Tensor:
+        """Where the output goes: a fresh ``[Tq, Hq, value_dim]`` of the query's dtype."""
+        return self.query.new_empty((*self.query.shape[:2], self.value_dim))
 
     def plane_views(self) -> tuple[Tensor, Tensor]:
         """Keys and values as views ``[pages, page_size, kv_heads, dim]``, of the pages that both planes have."""
@@ -275,6 +279,37 @@ class Attention:
             require_values(pages >= 0, lambda: f"page_table has {int(pages.min())} where a page is read")
 
 
+@dataclass(slots=True)
+class AttentionOut(Attention):
+    """Arguments of ``pm_ops::attention_out``: those of :class:`Attention`, and where the output goes.
+
+    Args:
+        out: contiguous ``[Tq, Hq, value_dim]`` of the query's dtype, which overlaps no other argument. All of it is
+            written. The log-sum-exp is not returned, whatever ``return_lse`` says.
+    """
+
+    out: Tensor = field(kw_only=True)
+
+    def new_out(self) -> Tensor:
+        return self.out
+
+    def check(self) -> None:
+        Attention.check(self)
+        shape, out = (*self.query.shape[:2], self.value_dim), self.out
+        require_device("out", out, self.buffer.device)
+        if out.dim() != 3 or out.dtype != self.query.dtype or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous {self.query.dtype} {list(shape)}, got {describe(out)}")
+        for have, want in zip(out.shape, shape, strict=True):
+            require(
+                have == want, lambda: f"out must be {list(shape)} as the query and value_dim are, got {describe(out)}"
+            )
+
+    def fill(self, out: Tensor) -> None:
+        """Bring a result to where it belongs, unless it was written there."""
+        if out is not self.out:
+            self.out.copy_(out)
+
+
 def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
     """The specification: dense float32 attention, one sequence at a time."""
     tokens, heads, key_dim = a.query.shape
@@ -400,17 +435,30 @@ def _attention_fake(a: Attention) -> tuple[Tensor, Tensor]:
     return a.query.new_empty((tokens, heads, a.value_dim)), a.query.new_empty(lse, dtype=torch.float32)
 
 
-define(
-    "attention",
-    "(Tensor buffer, Tensor query, Tensor page_table, Tensor seq_lens, Tensor? query_start, SymInt[] key_plane, "
+_ARGUMENTS = (
+    "Tensor buffer, Tensor query, Tensor page_table, Tensor seq_lens, Tensor? query_start, SymInt[] key_plane, "
     "SymInt[] value_plane, SymInt page_size, SymInt kv_heads, SymInt value_dim, ScalarType key_dtype, "
     "ScalarType value_dtype, float softmax_scale, bool causal=True, SymInt window=0, float softcap=0.0, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None, float key_scale=1.0, float value_scale=1.0, "
     "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, "
     'str impl="auto", SymInt[]? key_scale_plane=None, SymInt[]? value_scale_plane=None, '
-    "bool batch_invariant=False, SymInt max_seq_len=0) -> (Tensor, Tensor)",
+    "bool batch_invariant=False, SymInt max_seq_len=0"
+)
+
+define(
+    "attention",
+    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
     Attention,
     fake=_attention_fake,
     cpu=attention_reference,
     cuda=_attention_cuda,
+)
+
+define(
+    "attention_out",
+    f"({_ARGUMENTS}, *, Tensor(a!) out) -> ()",
+    AttentionOut,
+    fake=lambda a: None,
+    cpu=lambda a: a.fill(attention_reference(a)[0]),
+    cuda=lambda a: a.fill(_attention_cuda(a)[0]),
 )

@@ -247,3 +247,38 @@ def test_the_face_knows_the_layers_dims():
     for dim in (4, 16):
         with pytest.raises(ValueError, match="query's last axis must be the key's"):
             pm_ops.attention(pool, 1, torch.randn(1, 4, dim), *where)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_output_goes_where_it_is_wanted(name):
+    case = attention_case("cpu", **CASES[name])
+    expected, _ = call(case, return_lse=False)
+    out = torch.full_like(expected, torch.nan)
+    with writes_only(case.buffer, []):
+        assert call_out(case, out) is None
+    assert torch.equal(out, expected)
+
+
+def call_out(case, out):
+    """``attention_out`` with a case's arguments."""
+    values = {f.name: getattr(case, f.name) for f in dataclasses.fields(case)} | {"return_lse": False}
+    schema = torch.ops.pm_ops.attention_out.default._schema.arguments
+    positional = [values.pop(a.name) for a in schema if not a.kwarg_only]
+    return torch.ops.pm_ops.attention_out(*positional, out=out, **values)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (torch.zeros(2, 4, 7), r"out must be \[2, 4, 8\] as the query and value_dim are"),
+        (torch.zeros(2, 4, 8, dtype=torch.float64), r"out must be contiguous torch.float32 \[2, 4, 8\]"),
+        (torch.zeros(4, 2, 8).transpose(0, 1), "out must be contiguous"),
+        (torch.zeros(8, 8), "out must be contiguous"),
+    ],
+)
+def test_an_output_of_another_shape_is_refused(out, message):
+    case = attention_case("cpu", [13, 30], 1, dims=(8, 8))
+    before = out.clone()
+    with pytest.raises(ValueError, match=message):
+        call_out(case, out)
+    assert torch.equal(out, before)

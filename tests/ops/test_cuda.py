@@ -1,5 +1,6 @@
 """The operators through the dispatcher on a GPU: implementations, checks by environment variable, memory, graphs."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import pm_ops
 from pm_ops.testing import fill_random, sample_inputs
 
-from .test_attention import call
+from .test_attention import call, call_out
 from .test_registration import MUTATING, READING, RETURNING, op_of
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +41,15 @@ def test_cpu_and_cuda_kernels_agree_on_every_sample(name):
 def test_every_implementation_is_reachable_and_right(name, impl):
     case = attention_case("cuda", **{"dtypes": (torch.bfloat16,) * 3, **CASES[name]})
     check_attention(case, *call(case, impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton", "reference"])
+def test_the_output_goes_where_it_is_wanted(impl):
+    case = attention_case("cuda", [300, 64], [200, 64], dtypes=(torch.bfloat16,) * 3, dims=(64, 64), spare_rows=1)
+    expected, _ = call(case, impl=impl)
+    out = torch.full_like(expected, torch.nan)
+    call_out(dataclasses.replace(case, impl=impl), out)
+    assert torch.equal(out, expected)
 
 
 BAD_CALLS = {

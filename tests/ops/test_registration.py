@@ -14,6 +14,7 @@ from pm_ops.testing import sample_inputs
 
 MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots", "repack_pages"]
 READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
+INTO = ["attention_out"]
 RETURNING = [*READING, "rope_store_kv"]
 
 
@@ -21,7 +22,7 @@ def op_of(name):
     return getattr(torch.ops.pm_ops, name).default
 
 
-@pytest.mark.parametrize("name", MUTATING + READING)
+@pytest.mark.parametrize("name", MUTATING + READING + INTO)
 def test_opcheck_passes_all_four_tests_on_every_sample(name):
     count = 0
     for args, kwargs in sample_inputs(name):
@@ -37,17 +38,17 @@ def test_every_operator_of_the_namespace_is_tested_here():
         for n in torch._C._dispatch_get_all_op_names()
         if n.startswith("pm_ops::")
     }
-    assert set(MUTATING + READING) <= registered
+    assert set(MUTATING + READING + INTO) <= registered
     public = {n for n in registered if not n.startswith("_")}
-    assert public == set(MUTATING + READING)
+    assert public == set(MUTATING + READING + INTO)
 
 
-@pytest.mark.parametrize("name", MUTATING + READING)
+@pytest.mark.parametrize("name", MUTATING + READING + INTO)
 def test_only_the_buffer_is_declared_mutated_and_nothing_returned_aliases(name):
     schema = op_of(name)._schema
     mutated = [a.name for a in schema.arguments if a.alias_info is not None]
-    written = "target" if name == "repack_pages" else "buffer"
-    assert mutated == ([written] if name in MUTATING else [])
+    written = {"repack_pages": "target", "attention_out": "out"}.get(name, "buffer")
+    assert mutated == ([] if name in READING else [written])
     assert all(r.alias_info is None for r in schema.returns)
     assert bool(schema.returns) == (name in RETURNING)
 
@@ -114,10 +115,11 @@ def test_an_input_that_needs_a_gradient_is_refused(name, argument, fake):
             op_of(name)(**values)
 
 
-@pytest.mark.parametrize("name", MUTATING + READING)
+@pytest.mark.parametrize("name", MUTATING + READING + INTO)
 def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
     """The dispatcher drops arguments that equal the schema's default, so that a drift would be silent."""
     modules = {"store_kv": store, "load_kv": store, "rope_store_kv": rope, "attention": attention}
+    modules["attention_out"] = attention
     module = {**modules, "merge_attention": merge, "repack_pages": repack}.get(name, pages)
     cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
     fields = dataclasses.fields(cls)
@@ -129,7 +131,7 @@ def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
             assert field.default == argument.default_value and type(field.default) is type(argument.default_value)
 
 
-@pytest.mark.parametrize("name", [n for n in MUTATING + READING if n != "merge_attention"])
+@pytest.mark.parametrize("name", [n for n in MUTATING + READING + INTO if n != "merge_attention"])
 def test_a_buffer_of_another_shape_is_refused(name):
     args, kwargs = next(iter(sample_inputs(name)))
     with pytest.raises(ValueError, match="1-D contiguous uint8"):
