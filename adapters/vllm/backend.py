@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-from vllm.config import get_current_vllm_config
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -18,16 +19,16 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .config import HOW, Settings
 from .layout import LayerCache, locate
+from .packed import PackedViews
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """vLLM keeps these caches as uint8."""
 
 
-class PageMajorBackend(AttentionBackend):
+class PageMajorBackend(PackedViews, AttentionBackend):
     """Attention and cache writes by pm_ops. What it does not support, vLLM's ``validate_configuration`` names."""
 
     forward_includes_kv_cache_update: bool = False
@@ -51,7 +52,9 @@ class PageMajorBackend(AttentionBackend):
         return [MultipleOf(1)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
         return (KVCacheLayout.BLNHC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
 
     @classmethod
@@ -62,13 +65,17 @@ class PageMajorBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return False
+
 
 @dataclass
 class PageMajorMetadata(AttentionMetadata):
     """What the layers of one cache group share in one step."""
 
     tokens: int
-    query_start: Tensor
+    query_start: Tensor | None
     seq_lens: Tensor
     page_table: Tensor
     max_query_len: int
@@ -77,7 +84,13 @@ class PageMajorMetadata(AttentionMetadata):
 
 
 class PageMajorMetadataBuilder(AttentionMetadataBuilder[PageMajorMetadata]):
-    """The operators take vLLM's tensors as they are."""
+    """The operators take vLLM's tensors as they are.
+
+    A CUDA graph of any batch can be captured: grids follow from shapes and from the two maxima, of which the longest
+    sequence is a hint, and the most queries is made a bound of all batches that the graph may run.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -89,15 +102,28 @@ class PageMajorMetadataBuilder(AttentionMetadataBuilder[PageMajorMetadata]):
                 "pm_ops: attention that is causal for some sequences of a batch and not for others is not supported; "
                 "run this model without pm_ops"
             )
+        if getattr(step, "rswa_prefix_lens", None) is not None:
+            raise NotImplementedError(
+                "pm_ops: sliding windows that leave a prefix visible (R-SWA) are not supported; run this model without "
+                "pm_ops"
+            )
+        one_each = step.max_query_len == 1 and step.num_actual_tokens == step.seq_lens.shape[0]
         return PageMajorMetadata(
             tokens=step.num_actual_tokens,
-            query_start=step.query_start_loc,
+            query_start=None if one_each else step.query_start_loc,
             seq_lens=step.seq_lens,
             page_table=step.block_table_tensor,
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
             causal=step.causal,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PageMajorMetadata:
+        """A graph of decodes runs decodes alone; one of any batch may run a single sequence of all its tokens."""
+        step = common_attn_metadata
+        if self.vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
+            step = step.replace(max_query_len=step.num_actual_tokens)
+        return self.build(0, step)
 
 
 class PageMajorImpl(AttentionImpl[PageMajorMetadata]):
@@ -177,7 +203,7 @@ class PageMajorImpl(AttentionImpl[PageMajorMetadata]):
         if attn_metadata is None:  # a run that only measures memory
             return output.zero_()
         step, cache = attn_metadata, self.locate(kv_cache)
-        out, _ = torch.ops.pm_ops.attention(
+        torch.ops.pm_ops.attention_out(
             cache.buffer,
             query[: step.tokens],
             step.page_table,
@@ -202,8 +228,8 @@ class PageMajorImpl(AttentionImpl[PageMajorMetadata]):
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
             impl=self.settings.impl,
+            out=output[: step.tokens],
         )
-        output[: step.tokens].copy_(out)
         return output
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import hooks
 from .config import LAYOUTS
+from .packed import ORDERS
 
 GROUP = "vllm.general_plugins"
 FEATURES = {
@@ -27,13 +28,11 @@ FEATURES = {
 
 def examine() -> dict[str, Any]:
     """``found``: version and device; ``usable``; ``notes``: problems with their remedies, or what is possible."""
-    from vllm.platforms import current_platform
-
-    device = current_platform.device_type
-    found = f"{_version()}, on {device}"
-    problems = [f"no {hook}: vLLM {hooks.VERSION} or newer has it" for hook in hooks.missing(device)]
-    if device not in hooks.WORKERS:
-        problems.append(f"vLLM runs on {device or 'no device here'}: supported is {', '.join(hooks.WORKERS)}")
+    device, generation = hooks.device(), hooks.generation()
+    found = f"{_version()}, on {device or 'no device here'}"
+    problems = [f"no {hook}: vLLM {hooks.VERSION} has it" for hook in hooks.missing(hooks.needed(device))]
+    if (generation, device) not in hooks.WORKERS:
+        problems.append(f"vLLM runs on {device or 'no device here'}: supported is {hooks.supported(generation)}")
     names = {point.name for point in importlib.metadata.entry_points(group=GROUP)}
     if "pm_ops" not in names:
         problems.append("vLLM does not see the plugin: install pm_ops into this environment")
@@ -45,13 +44,19 @@ def examine() -> dict[str, Any]:
     from .backend import PageMajorBackend as backend
 
     able = {what: bool(getattr(backend, question)()) for what, question in FEATURES.items()}
+    packed = generation == hooks.PACKED
+    layouts, states = (("page_major", *ORDERS), "refused") if packed else (LAYOUTS, "not BHLNC")
     notes = [
         f"hooks: all {len(hooks.needed(device))} present",
-        f"layouts: {', '.join(LAYOUTS)}; models with state layers: not BHLNC",
+        f"layouts: {', '.join(layouts)}; models with state layers: {states}",
         f"caches: {', '.join(backend.supported_kv_cache_dtypes)}",
         f"attention: {', '.join(what for what, yes in able.items() if yes)}, softcap, ALiBi, prefix cache",
         f"refused: {', '.join(what for what, yes in able.items() if not yes)}, speculative decoding",
     ]
+    if packed:
+        notes.append("KV connectors: none but pm_ops' own")
+    if (generation, device) in hooks.NEVER_RUN:
+        notes.append("never run: the adapter is written after vLLM's sources here")
     return {"found": found, "usable": True, "notes": notes}
 
 

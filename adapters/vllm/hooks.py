@@ -1,29 +1,24 @@
-"""The places of vLLM that the plugin needs. It goes by what is there, never by version numbers."""
+"""The places of vLLM that the plugin needs. It goes by what is there, never by version numbers.
+
+Two generations place a cache block by block. One has an enum of layouts, and allocates the one that the engine, its
+workers and backends agree on. The one before it (vLLM 0.26) keeps a tensor a layer, but its model runners can also read
+a plan in which every block holds the pages of all layers, which :mod:`.packed` makes.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
+LAYOUTS, PACKED = "layouts", "packed"
+
 BASE = {
     "VllmConfig.additional_config": "vllm.config:VllmConfig.__dataclass_fields__.additional_config",
     "attention backend CUSTOM": "vllm.v1.attention.backends.registry:AttentionBackendEnum.CUSTOM",
     "register_backend": "vllm.v1.attention.backends.registry:register_backend",
-    "KVCacheLayout": "vllm.v1.kv_cache_layout:KVCacheLayout",
-    "layouts of a backend": "vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts",
-    "layouts of a worker": "vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts",
     "strides of a cache": "vllm.v1.kv_cache_interface:KVCacheTensor.__dataclass_fields__.block_stride",
 }
-"""What every platform needs: what it is, and ``module:attributes``."""
-
-DEVICES = {
-    "cpu": {
-        "choice of attention": "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
-        "choice of block sizes": "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
-        "CPUWorker": "vllm.v1.worker.cpu_worker:CPUWorker",
-    }
-}
-"""What a device needs besides."""
+"""What every vLLM needs: what it is, and ``module:attributes``."""
 
 CONNECTOR = {
     "KV connector": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
@@ -33,21 +28,68 @@ CONNECTOR = {
 }
 """What :mod:`pm_ops.adapters.vllm.store_connector` needs."""
 
-VERSION = "0.32"
-"""The vLLM that has them all, and is tested."""
+GENERATIONS = {
+    LAYOUTS: {
+        "KVCacheLayout": "vllm.v1.kv_cache_layout:KVCacheLayout",
+        "layouts of a backend": "vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts",
+        "layouts of a worker": "vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts",
+        **CONNECTOR,
+    },
+    PACKED: {
+        "layers of a cache": "vllm.v1.kv_cache_interface:KVCacheTensor.__dataclass_fields__.shared_by",
+        "place in a block": "vllm.v1.kv_cache_interface:KVCacheTensor.__dataclass_fields__.offset",
+        "strides of a backend": "vllm.v1.attention.backend:AttentionBackend.get_kv_cache_stride_order",
+    },
+}
+"""What a generation needs besides."""
 
-WORKERS = {"cpu": ("vllm.v1.worker.cpu_worker.CPUWorker", "pm_ops.adapters.vllm.worker_cpu.PageMajorCPUWorker")}
-"""Of each device that is supported: vLLM's own worker class, and ours that takes its place."""
+DEVICES = {
+    "cpu": {
+        "choice of attention": "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
+        "choice of block sizes": "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
+        "CPUWorker": "vllm.v1.worker.cpu_worker:CPUWorker",
+    },
+    "cuda": {"Worker": "vllm.v1.worker.gpu_worker:Worker"},
+}
+"""What a device needs besides."""
+
+VERSION = "0.32 or newer, or on a GPU 0.26"
+"""The versions of vLLM that have them all, and are tested."""
+
+_CPU = ("vllm.v1.worker.cpu_worker.CPUWorker", "pm_ops.adapters.vllm.worker_cpu.PageMajorCPUWorker")
+_CUDA = ("vllm.v1.worker.gpu_worker.Worker", "pm_ops.adapters.vllm.worker_cuda.PageMajorGPUWorker")
+WORKERS = {(LAYOUTS, "cpu"): _CPU, (LAYOUTS, "cuda"): _CUDA, (PACKED, "cuda"): _CUDA}
+"""Of each generation and device that are supported: vLLM's own worker class, and ours that takes its place."""
+
+NEVER_RUN = {(LAYOUTS, "cuda")}
+"""Those of them that are written after vLLM's sources, and have not run yet."""
+
+
+def generation() -> str:
+    """Which of :data:`GENERATIONS` the installed vLLM is of. Imports vLLM."""
+    return LAYOUTS if _present(GENERATIONS[LAYOUTS]["KVCacheLayout"]) else PACKED
+
+
+def device() -> str:
+    """What vLLM runs on. To vLLM, ROCm is a kind of CUDA; here it is not."""
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else current_platform.device_type
 
 
 def needed(device: str) -> dict[str, str]:
     """All of them on this device, which need not be supported."""
-    return {**BASE, **DEVICES.get(device, {}), **CONNECTOR}
+    return {**BASE, **GENERATIONS[generation()], **DEVICES.get(device, {})}
 
 
-def missing(device: str) -> list[str]:
-    """The hooks that the installed vLLM does not have, in words. Imports vLLM."""
-    return [f"{what} ({path.replace(':', '.')})" for what, path in needed(device).items() if not _present(path)]
+def missing(hooks: dict[str, str]) -> list[str]:
+    """Those of the hooks that the installed vLLM does not have, in words. Imports vLLM."""
+    return [f"{what} ({path.replace(':', '.')})" for what, path in hooks.items() if not _present(path)]
+
+
+def supported(generation: str) -> str:
+    """The devices on which this generation is supported, in words."""
+    return ", ".join(on for of, on in WORKERS if of == generation)
 
 
 def _present(path: str) -> bool:

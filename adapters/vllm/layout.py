@@ -88,7 +88,7 @@ def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
-    placed = {layer: tensor for tensor in config.kv_cache_tensors for layer in tensor.layers}
+    placed = {layer for tensor in config.kv_cache_tensors for layer in _layers_of(tensor)}
     strides = {tensor.block_stride for tensor in config.kv_cache_tensors}
     sizes = {tensor.size for tensor in config.kv_cache_tensors}
     if len(strides) != 1 or len(sizes) != 1:
@@ -127,6 +127,12 @@ def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]
             pool.allocator.alloc(pool.allocator.num_free)  # they are the engine's to hand out
             pools.append(pool)
     return pools
+
+
+def _layers_of(tensor: Any) -> list[str]:
+    """The layers that a ``KVCacheTensor`` is for; ``shared_by`` is its name in vLLM 0.26."""
+    layers: list[str] = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by
+    return layers
 
 
 def _states(number: int, states: Iterable[Tensor]) -> list[Plane]:

@@ -11,9 +11,10 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
-from . import hooks
+from . import hooks, packed
 from .config import HOW, KEY, Settings, write_environment
 
+OWN = __name__.rpartition(".")[0]
 OWN_CONNECTORS = "pm_ops.adapters.vllm.store_connector"
 
 
@@ -47,18 +48,20 @@ def register() -> None:
 def _refuse(config: Any, settings: Settings) -> None:
     """Raise for what the adapter cannot do, before the engine starts."""
     from vllm import envs
-    from vllm.platforms import current_platform
 
-    absent = hooks.missing(current_platform.device_type)
+    absent = hooks.missing(hooks.needed(hooks.device()))
     if absent:
         raise RuntimeError(
-            f"pm_ops: this vLLM has no {'; no '.join(absent)}. The adapter needs vLLM {hooks.VERSION} or newer: "
+            f"pm_ops: this vLLM has no {'; no '.join(absent)}. The adapter needs vLLM {hooks.VERSION}: "
             f"upgrade it, or leave the entry {KEY!r} and PM_OPS out"
         )
-    requested = envs.VLLM_KV_CACHE_LAYOUT
+    named = requested = envs.VLLM_KV_CACHE_LAYOUT
+    if hooks.generation() == hooks.PACKED:
+        packed.refuse(config, settings)
+        requested = packed.NAMES.get(named, named)
     if requested is not None and requested != settings.engine_layout:
         raise ValueError(
-            f"VLLM_KV_CACHE_LAYOUT={requested}, but pm_ops was asked for layout {settings.layout}, which needs "
+            f"VLLM_KV_CACHE_LAYOUT={named}, but pm_ops was asked for layout {settings.layout}, which needs "
             f"{settings.engine_layout} there; unset the variable, or ask pm_ops for the layout: {HOW}"
         )
     hybrid = config.model_config is not None and config.model_config.is_hybrid
@@ -81,6 +84,8 @@ def _refuse(config: Any, settings: Settings) -> None:
 def _refuse_connectors(config: Any, settings: Settings) -> None:
     """Raise for KV connectors that would take our pages for something else; after vLLM has completed itself."""
     transfer = config.kv_transfer_config
+    if transfer is not None and hooks.generation() == hooks.PACKED:
+        packed.refuse_connector(transfer, str(transfer.kv_connector_module_path).startswith(OWN))
     if transfer is None or transfer.kv_connector_module_path == OWN_CONNECTORS:
         return
     if OWN_CONNECTORS in str(transfer.kv_connector_extra_config):
@@ -109,19 +114,19 @@ def _choose_attention(config: Any) -> None:
 
 
 def _choose_worker(config: Any, settings: Settings) -> None:
-    from vllm.platforms import current_platform
-
-    device = current_platform.device_type
-    if device not in hooks.WORKERS:
+    device, generation = hooks.device(), hooks.generation()
+    if (generation, device) not in hooks.WORKERS:
         raise RuntimeError(
-            f"pm_ops: vLLM runs on {device}; this adapter supports {', '.join(hooks.WORKERS)}. Leave the entry {KEY!r} "
-            "and PM_OPS out"
+            f"pm_ops: vLLM runs on {device}; this adapter supports {hooks.supported(generation)}. Leave the entry "
+            f"{KEY!r} and PM_OPS out"
         )
     if device == "cpu" and settings.impl not in ("auto", "reference"):
         raise ValueError(f"pm_ops: impl {settings.impl} needs a GPU, and vLLM runs on the CPU; ask for auto")
-    if config.use_v2_model_runner:
+    if device == "cpu" and config.use_v2_model_runner:
         raise ValueError("pm_ops: vLLM's model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0")
-    stock, ours = hooks.WORKERS[device]
+    if device == "cuda":
+        _refuse_on_gpu(config, settings)
+    stock, ours = hooks.WORKERS[generation, device]
     parallel = config.parallel_config
     if parallel.worker_cls not in (stock, ours):
         raise ValueError(
@@ -129,3 +134,18 @@ def _choose_worker(config: Any, settings: Settings) -> None:
             f"place of {stock}; leave one of them out"
         )
     parallel.worker_cls = ours
+
+
+def _refuse_on_gpu(config: Any, settings: Settings) -> None:
+    """Raise for what a CUDA graph would freeze, or could not hold."""
+    graphs = config.compilation_config.cudagraph_mode
+    if settings.impl == "reference" and graphs:
+        raise ValueError(
+            f"pm_ops: impl reference waits for the GPU, which CUDA graphs ({graphs.name}) cannot hold; ask for auto, "
+            "or add enforce_eager"
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False):  # newer versions have no such thing
+        raise ValueError(
+            "pm_ops: scales of an fp8 cache that are found while serving (calculate_kv_scales) are not supported on a "
+            "GPU; leave it out, or take a checkpoint that has scales"
+        )

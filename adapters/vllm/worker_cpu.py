@@ -4,60 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-import pm_ops
-
-from .backend import install
-from .config import Settings
-from .layout import page_pools
 from .platform_cpu import open_platform
+from .worker import PageMajorWorker
 
-logger = init_logger("vllm.pm_ops")  # below vLLM's own, so that its logging settings apply
 
-
-class PageMajorCPUWorker(CPUWorker):
-    """Takes ``CPUWorker``'s place in engines that asked for pm_ops; see :mod:`pm_ops.adapters.vllm.plugin`."""
+class PageMajorCPUWorker(PageMajorWorker, CPUWorker):
+    """Takes ``CPUWorker``'s place in engines that asked for pm_ops."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        settings = Settings.of(vllm_config)
-        assert settings is not None, "the plugin writes this class into configurations that ask for it"
-        self.pm_ops_settings = settings
-        install()
         open_platform()
         super().__init__(vllm_config, *args, **kwargs)
-
-    def get_supported_kv_cache_layouts(self) -> list[str]:
-        """The one layout that was asked for, if every attention and state layer of the model can use it."""
-        supported = super().get_supported_kv_cache_layouts()
-        wanted = self.pm_ops_settings.engine_layout
-        if wanted not in supported:
-            raise ValueError(
-                f"pm_ops: layout {self.pm_ops_settings.layout} is {wanted} to vLLM, and this model's layers support "
-                f"{', '.join(supported)}; run it without pm_ops"
-            )
-        return [wanted]
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the cache, make sure that it is a pool of whole pages, and say so."""
-        super().initialize_from_config(kv_cache_config)
-        pools = self.page_pools()
-        if not pools:
-            raise RuntimeError("pm_ops: this model keeps no KV cache; run it without pm_ops")
-        layers = sum(len(pool.layout.layers) for pool in pools)
-        logger.info(
-            "pm_ops %s: KV cache %s, %d layers in %d pages of %d bytes, one buffer; attention by pm_ops, impl %s",
-            pm_ops.__version__,
-            self.pm_ops_settings.layout,
-            layers,
-            pools[0].num_pages,
-            pools[0].layout.page_bytes,
-            self.pm_ops_settings.impl,
-        )
-
-    def page_pools(self) -> list[pm_ops.PagePool]:
-        """The engine's cache as pools, one a cache group; page ``i`` is vLLM's block ``i``."""
-        runner = self.model_runner
-        layers = self.vllm_config.compilation_config.static_forward_context
-        return page_pools(runner.kv_cache_config, layers, self.pm_ops_settings.layout)

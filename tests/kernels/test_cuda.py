@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels.cases import NAN_BYTE, attention_case, check_attention, plan
 
+from pm_ops.kernels import attention_hopper
 from pm_ops.kernels.attention import attention
 from pm_ops.kernels.merge import merge_attention
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
@@ -62,6 +63,30 @@ def test_store_and_attention_replay_in_a_cuda_graph(width):
         assert torch.equal(case.buffer, before)
         assert torch.equal(out, attention(eager)[0])
         case.seq_lens.sub_(step + 1)
+
+
+@pytest.mark.parametrize(("dim", "longest"), [(32, 40), (64, 1100)], ids=["general", "many queries"])
+def test_a_graph_of_one_batch_runs_any_batch_of_as_many_queries(dim, longest):
+    """Captured with one query a sequence and room for more, as engines capture batches of prompts and decodes."""
+    total = 2 * longest
+    case = attention_case(
+        "cuda", [longest] * 3, [1, 1, 1], dtypes=(BF16,) * 3, dims=(dim, dim), page_size=16, spare_rows=total - 3
+    )
+    case = dataclasses.replace(case, max_query_len=total, max_seq_len=8 * longest)
+    assert attention_hopper.takes(case) == (dim == 64 and attention_hopper.able(case))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        attention(case)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attention(case)
+    for queries in ([longest, 1, longest - 1], [0, 7, 0], [1, longest, 2]):
+        case.query_start.copy_(torch.tensor([0, *queries]).cumsum(0))
+        case.query.normal_()
+        graph.replay()
+        check_attention(case, out, lse)
 
 
 def test_no_kernel_synchronises_the_host():

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.engines
 
 import transformers
 from vllm import EngineArgs
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import engine, save_tiny
 
-from pm_ops.adapters.vllm import plugin
+from pm_ops.adapters.vllm import hooks, plugin
 from pm_ops.adapters.vllm.config import Settings
 from pm_ops.adapters.vllm.plugin import OWN_CONNECTORS, register
 
@@ -131,6 +131,40 @@ def test_the_other_model_runner_is_refused(model: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     with pytest.raises(ValueError, match="model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"):
         plugin._choose_worker(config, Settings())
+
+
+def test_on_a_gpu_either_model_runner_gets_our_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(model)
+    monkeypatch.setattr(hooks, "device", lambda: "cuda")
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    for generation in (hooks.LAYOUTS, hooks.PACKED):
+        monkeypatch.setattr(hooks, "generation", lambda generation=generation: generation)
+        config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+        plugin._choose_worker(config, Settings(impl="triton"))
+        assert config.parallel_config.worker_cls == "pm_ops.adapters.vllm.worker_cuda.PageMajorGPUWorker"
+    monkeypatch.setattr(type(config.cache_config), "calculate_kv_scales", True, raising=False)
+    with pytest.raises(ValueError, match="calculate_kv_scales.* are not supported on a GPU"):
+        plugin._choose_worker(config, Settings())
+    monkeypatch.undo()
+    monkeypatch.setattr(hooks, "device", lambda: "cuda")
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    with pytest.raises(ValueError, match=r"impl reference waits for the GPU, which CUDA graphs \(FULL\) cannot hold"):
+        plugin._choose_worker(config, Settings(impl="reference"))
+    monkeypatch.setattr(hooks, "device", lambda: "rocm")
+    with pytest.raises(RuntimeError, match="vLLM runs on rocm; this adapter supports cpu, cuda"):
+        plugin._choose_worker(config, Settings())
+
+
+def test_without_layouts_only_packed_blocks_are_offered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "generation", lambda: hooks.PACKED)
+    monkeypatch.setattr(hooks, "missing", lambda hooks: [])
+    with pytest.raises(ValueError, match="layout BHLNC needs a vLLM that has layouts"):
+        configure(model, {"layout": "BHLNC"})
+    with pytest.raises(RuntimeError, match="vLLM runs on cpu; this adapter supports cuda"):
+        configure(model, True)
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    with pytest.raises(ValueError, match="OffloadingConnector expects a tensor a layer"):
+        configure(model, {"layout": "BLNHC"}, kv_transfer_config=transfer)
 
 
 def test_a_worker_that_was_never_chosen_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,30 @@
+"""vLLM's CUDA worker, of both generations and with either model runner, with the cache as one buffer of pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from pm_ops.kernels import fa3
+
+from . import hooks
+from .packed import pack
+from .worker import PageMajorWorker, logger
+
+
+class PageMajorGPUWorker(PageMajorWorker, Worker):
+    """Takes ``Worker``'s place in engines that asked for pm_ops."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        library = fa3.library()
+        if self.pm_ops_settings.impl == "fa3" and isinstance(library, str):
+            raise RuntimeError(f"pm_ops: impl fa3 was asked for, but FlashAttention 3 is not there: {library}")
+        if (hooks.generation(), "cuda") in hooks.NEVER_RUN:
+            logger.warning("pm_ops is written for this generation of vLLM on CUDA, but has never run there")
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the cache, in packed blocks where vLLM has no layouts."""
+        packed = hooks.generation() == hooks.PACKED
+        super().initialize_from_config(pack(kv_cache_config) if packed else kv_cache_config)
