@@ -1,0 +1,312 @@
+"""vLLM's throughput with its own attention and with pm_ops on page-major pages, and whether greedy tokens agree.
+
+    python examples/benchmarks/vllm_throughput.py        # where vLLM and pm_ops are installed, on a GPU of 120 GB
+    python examples/benchmarks/vllm_throughput.py --engines pm_ops --kv-gib 97 --workloads "48 x 16384=1"
+
+The model has the shape of Llama-3.1-8B and random weights: norms are 1 and the rest is N(0, 0.02), so that tokens
+depend on the whole context. That is checked, by prompts that end alike. Every engine is a process of its own. All are
+started at once and take turns, so that what disturbs the machine disturbs all of them. Engines are called
+
+    stock, FLASH_ATTN, TRITON_ATTN, ...      vLLM, with the attention of its own choice, or with this one
+    pm_ops, pm_ops:triton, pm_ops:fa3        pm_ops with impl auto or this one
+    pm_ops:auto:BLNHC                        and on this layout
+    ...+v1  +eager  +fp8                     with model runner V1, without graphs and compilation, with an fp8 cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+WORKLOADS = {
+    "tokens": (64, 1024, 128),
+    "64 x 1024": (64, 1024, 128),
+    "16 x 16384": (16, 16384, 128),
+    "48 x 16384": (48, 16384, 64),
+    "batch 1": (1, 1024, 128),
+    "batch 256": (256, 512, 64),
+}
+"""Sequences, tokens of each prompt, and tokens to generate."""
+
+GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]
+"""Batches that CUDA graphs are captured for."""
+
+
+def model_folder(layers: int, hidden: int) -> str:
+    """A folder with a configuration and nothing else."""
+    folder = Path(tempfile.gettempdir()) / f"llama-{layers}-{hidden}"
+    folder.mkdir(exist_ok=True)
+    heads = hidden // 128
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 7 // 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // 4, 1),
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    file = folder / f"config.{os.getpid()}"
+    file.write_text(json.dumps(config))
+    file.replace(folder / "config.json")  # the engines all do so
+    return str(folder)
+
+
+def real_weights() -> None:
+    """vLLM's dummy loader draws norms and weights alike from ±1e-3, and the last token alone decides then."""
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    stock = DummyModelLoader.load_weights
+
+    def load_weights(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        stock(self, model, *args, **kwargs)
+        for i, (name, weight) in enumerate(model.named_parameters()):
+            generator = torch.Generator(device=weight.device).manual_seed(1234 + i)
+            weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.02, generator=generator)
+
+    DummyModelLoader.load_weights = load_weights
+
+
+def start(engine: str, options: argparse.Namespace) -> Any:
+    """The engine of this name, in this process."""
+    name, *features = engine.split("+")
+    if "v1" in features:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    from vllm import LLM
+
+    real_weights()
+    kind, *rest = name.split(":")
+    entry = dict(zip(("impl", "layout"), rest, strict=False)) if kind == "pm_ops" else None
+    longest = max(prompt + more for _, prompt, more in (WORKLOADS[w] for w, _ in options.workloads))
+    return LLM(
+        model_folder(options.layers, options.hidden),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        seed=0,
+        max_model_len=longest + 16,
+        max_num_seqs=256,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=int(options.kv_gib * 2**30),
+        gpu_memory_utilization=0.05,  # of what is free at the start; the line above says how large the cache is
+        enforce_eager="eager" in features,
+        compilation_config={} if "eager" in features else {"cudagraph_capture_sizes": GRAPHS},
+        attention_config={} if kind in ("pm_ops", "stock") else {"backend": kind},
+        additional_config={} if entry is None else {"pm_ops": entry},
+        **({"kv_cache_dtype": "fp8"} if "fp8" in features else {}),
+    )
+
+
+def prompts_of(count: int, length: int, prefix: int) -> list[list[int]]:
+    """Random prompts. The seed of all tokens but the last is ``prefix``; the last ones are always the same."""
+    draw, last = random.Random(prefix), random.Random(-1)
+    return [
+        [*(draw.randrange(10, 128000) for _ in range(length - 1)), last.randrange(10, 128000)] for _ in range(count)
+    ]
+
+
+def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Run the prompts; the tokens of each, seconds in all, and the median second of a step in which all decode."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    greedy = SamplingParams(
+        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    steps, begin = [], time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy)
+    while llm.llm_engine.has_unfinished_requests():
+        before = time.perf_counter()
+        outputs = llm.llm_engine.step()
+        decoding = len(outputs) == len(prompts) and all(tokens[output.request_id] for output in outputs)
+        for output in outputs:
+            tokens[output.request_id] += output.outputs[0].token_ids
+        if decoding:
+            steps.append(time.perf_counter() - before)
+    seconds = time.perf_counter() - begin
+    middle = steps[len(steps) // 4 : -2] or steps  # the first of them may wait for prefills, the last for nothing
+    return {
+        "tokens": [tokens[str(i)] for i in range(len(prompts))],
+        "seconds": seconds,
+        "step": statistics.median(middle) if middle else float("nan"),
+    }
+
+
+def serve(engine: str, log: Path, options: argparse.Namespace, connection: Connection) -> None:
+    """The process of one engine: start, say so, and run what comes."""
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / "vllm_throughput_cache" / engine)
+    begin = time.perf_counter()
+    llm = start(engine, options)
+    facts: dict[str, Any] = {"start": round(time.perf_counter() - begin, 1)}
+    if engine.startswith("pm_ops"):
+        (pool,) = llm.collective_rpc("page_pools")[0]
+        facts["cache"] = f"{pool.layout.name}, {pool.num_pages} pages of {pool.layout.page_bytes} bytes"
+    connection.send(facts)
+    while True:
+        count, length, new_tokens, prefix = connection.recv()
+        connection.send(generate(llm, prompts_of(count, length, prefix), new_tokens))
+
+
+class Engine:
+    """One engine's process, seen from here."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.log = name, options.out / f"{name.replace(':', '-')}.log"
+        self.connection, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=serve, args=(name, self.log, options, theirs))
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        try:
+            return self.connection.recv()
+        except EOFError:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+            raise RuntimeError(f"{self.name} ended; {self.log} ends with\n{tail}") from None
+
+    def run(self, count: int, length: int, new_tokens: int, prefix: int = 0) -> Any:
+        self.connection.send((count, length, new_tokens, prefix))
+        return self.answer()
+
+
+def compare_tokens(engines: list[Engine], shape: tuple[int, int, int]) -> dict[str, Any]:
+    """How many prompts get the tokens that another engine gives them.
+
+    Raises:
+        RuntimeError: a prompt with another prefix got the same tokens.
+    """
+    tokens = {engine.name: engine.run(*shape)["tokens"] for engine in engines}
+    again = {engine.name: engine.run(*shape)["tokens"] for engine in engines}
+    others = {engine.name: engine.run(8, *shape[1:], prefix=1)["tokens"] for engine in engines}
+
+    def equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
+        return sum(a == b for a, b in zip(ours, theirs, strict=False))
+
+    unmoved = {name: equal(tokens[name], others[name]) for name in tokens}
+    if any(unmoved.values()):
+        raise RuntimeError(f"tokens do not depend on the context, so that a comparison shows nothing: {unmoved}")
+    return {
+        "prompts": shape[0],
+        "equal": {a: {b: equal(tokens[a], tokens[b]) for b in tokens} for a in tokens},
+        "equal when run again": {name: equal(tokens[name], again[name]) for name in tokens},
+        "of 8 equal with another prefix, the same last token": {
+            name: equal(tokens[name], others[name]) for name in tokens
+        },
+    }
+
+
+def measure(engines: list[Engine], shape: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
+    """Output tokens a second and milliseconds of a decode step, of every run; the engines take turns."""
+    runs: dict[str, list[Any]] = {engine.name: [] for engine in engines}
+    for repetition in range(repetitions):
+        for engine in engines if repetition % 2 == 0 else engines[::-1]:
+            runs[engine.name].append(engine.run(*shape, prefix=repetition))
+    count, _, new_tokens = shape
+    return {
+        name: {
+            "tokens a second": [round(count * new_tokens / run["seconds"], 1) for run in mine],
+            "ms a step": [round(1000 * run["step"], 3) for run in mine],
+        }
+        for name, mine in runs.items()
+    }
+
+
+def table(results: dict[str, Any], first: str) -> str:
+    """Medians, and their ratios to the first engine."""
+    lines = [f"{'workload':<12} {'engine':<22} {'tokens/s':>9} {'ratio':>6} {'ms/step':>8} {'ratio':>6}"]
+    for workload, engines in results.items():
+        medians = {n: [statistics.median(e[k]) for k in ("tokens a second", "ms a step")] for n, e in engines.items()}
+        rate, step = medians[first]
+        for name, (r, s) in medians.items():
+            lines.append(f"{workload:<12} {name:<22} {r:>9.1f} {r / rate:>6.3f} {s:>8.3f} {s / step:>6.3f}")
+    return "\n".join(lines)
+
+
+def workload_of(text: str) -> tuple[str, int]:
+    """``NAME`` or ``NAME=REPETITIONS``; 0 repetitions: as many as of all."""
+    name, _, repetitions = text.partition("=")
+    if name not in WORKLOADS or not (repetitions or "1").isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(WORKLOADS)}, nor one of them with =3")
+    return name, int(repetitions or 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["FLASH_ATTN", "pm_ops"], help="(default: %(default)s)")
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        type=workload_of,
+        default=[("tokens", 0), ("64 x 1024", 0)],
+        help=f"any of {', '.join(WORKLOADS)}; NAME=3: with 3 repetitions (default: tokens, 64 x 1024)",
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="of each workload (default: %(default)s)")
+    parser.add_argument("--kv-gib", type=float, default=38, help="of each engine's cache (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden size, of heads of 128 (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm_throughput")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    engines = [Engine(name, options) for name in options.engines]
+    try:
+        run(engines, options)
+    finally:
+        for engine in engines:
+            engine.process.kill()
+
+
+def run(engines: list[Engine], options: argparse.Namespace) -> None:
+    """All workloads. What is known is printed and written after each of them."""
+    report: dict[str, Any] = {"layers": options.layers, "hidden": options.hidden, "engines": {}, "workloads": {}}
+    for engine in list(engines):
+        try:
+            report["engines"][engine.name] = engine.answer()
+        except RuntimeError as error:
+            report["engines"][engine.name] = {"failed": str(error)}
+            engines.remove(engine)
+            print(error, flush=True)
+    print(json.dumps(report["engines"], indent=1), flush=True)
+    for workload, repetitions in options.workloads:
+        shape = WORKLOADS[workload]
+        if workload == "tokens":
+            report["tokens"] = compare_tokens(engines, shape)
+            print(json.dumps(report["tokens"], indent=1), flush=True)
+        else:
+            for engine in engines:
+                engine.run(min(shape[0], 2), shape[1], 4, prefix=99)  # what is compiled at the first call
+            results = report["workloads"][workload] = measure(engines, shape, repetitions or options.repetitions)
+            print(table({workload: results}, engines[0].name), flush=True)
+        (options.out / "vllm_throughput.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
