@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from pm_ops.kernels import fa3
 
 from . import hooks
 from .packed import pack
+from .warm_up import warm_up
 from .worker import PageMajorWorker, logger
 
 
@@ -28,3 +30,11 @@ class PageMajorGPUWorker(PageMajorWorker, Worker):
         """Allocate the cache, in packed blocks where vLLM has no layouts."""
         packed = hooks.generation() == hooks.PACKED
         super().initialize_from_config(pack(kv_cache_config) if packed else kv_cache_config)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """First the kernels of pm_ops, then what vLLM compiles and captures."""
+        model = self.vllm_config.model_config
+        with torch.inference_mode():
+            warm_up(self.vllm_config.compilation_config.static_forward_context, model.dtype, model.max_model_len)
+        torch.cuda.synchronize()
+        return super().compile_or_warm_up_model()

@@ -1,0 +1,74 @@
+"""Kernels compiled before the first request waits for them, as vLLM does it for its own.
+
+Which variant of a kernel a call takes follows from how many queries a sequence has, and whether there is work enough
+without splitting the keys. Decodes run theirs when vLLM captures graphs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import PageMajorImpl, PageMajorMetadata
+
+TOKENS = 1024
+"""Of the largest call: where the kernel for many queries has taken over, whatever the model."""
+
+
+def warm_up(layers: dict[str, Any], dtype: torch.dtype, max_seq_len: int) -> int:
+    """Run attention in every kind of layer, on queries of 0 and on page 0, which holds nothing. Returns how many calls.
+
+    Args:
+        layers: the model's attention and state layers by name, with their caches bound.
+        dtype: of the queries.
+        max_seq_len: keys that the longest sequence may have.
+    """
+    seen, calls = set(), 0
+    for layer in layers.values():
+        impl = layer.impl if hasattr(layer, "impl") else None
+        if not isinstance(impl, PageMajorImpl) or kind(impl) in seen:
+            continue
+        seen.add(kind(impl))
+        cache: Tensor = layer.kv_cache
+        located = impl.locate(cache)
+        for step in steps(located.page_size, max_seq_len, cache.device):
+            query = torch.zeros(step.tokens, impl.num_heads, impl.head_size, dtype=dtype, device=cache.device)
+            output = query.new_empty(step.tokens, impl.num_heads, located.value_dim)
+            impl.forward(layer, query, query, query, cache, step, output)
+            calls += 1
+    return calls
+
+
+def kind(impl: PageMajorImpl) -> tuple[Any, ...]:
+    """All of a layer that its kernels may follow from."""
+    extras = (impl.sinks is None, impl.alibi_slopes is None)
+    return (
+        impl.num_heads,
+        impl.num_kv_heads,
+        impl.head_size,
+        impl.window,
+        impl.softcap > 0,
+        impl.kv_cache_dtype,
+        *extras,
+    )
+
+
+def steps(page_size: int, max_seq_len: int, device: torch.device) -> Iterator[PageMajorMetadata]:
+    """Of 1, 2, 4, ... queries: one sequence, whose keys are split, and as many as fit, whose keys are not."""
+    width = -(-max_seq_len // page_size)
+    queries = 1
+    while queries <= min(TOKENS, max_seq_len):
+        for batch in {1, TOKENS // queries}:
+            yield PageMajorMetadata(
+                tokens=batch * queries,
+                query_start=torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
+                seq_lens=torch.full((batch,), queries, dtype=torch.int32, device=device),
+                page_table=torch.zeros(batch, width, dtype=torch.int32, device=device),
+                max_query_len=queries,
+                max_seq_len=max_seq_len,
+                causal=True,
+            )
+        queries *= 2
