@@ -34,7 +34,7 @@ class Library(NamedTuple):
     """A build of FlashAttention 3."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """Takes the arguments of :func:`vllm_forward`, from `out` on with their defaults left out."""
+    """Takes the arguments of :func:`vllm_forward`, from `out` on with their defaults left out; vLLM's takes `out` too."""
     has_sinks: bool
 
 
@@ -192,6 +192,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     else:
         start = a.query_start.int().contiguous()
     seq_lens, table = a.seq_lens.int().contiguous(), a.page_table.int()
+    target: Tensor | None = getattr(a, "out", None) if found.forward is vllm_forward else None
     out, lse = found.forward(
         query,
         key,
@@ -206,13 +207,16 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
         softcap=a.softcap,
         leftpad=torch.zeros_like(seq_lens) if a.page_size >= _SMALLEST_TILE else None,
         sinks=a.sinks,
+        **({} if target is None else {"out": target.view(*query.shape[:-1], a.value_dim)}),
     )
     if start is None:
-        return out.flatten(0, 1), _finished_lse(a, lse.transpose(1, 2).flatten(0, 1))
-    from .padding import zero_padding  # triton is needed for nothing else here
+        out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    else:
+        from .padding import zero_padding  # triton is needed for nothing else here
 
-    zero_padding(out, start)
-    return out, _finished_lse(a, lse.t())
+        zero_padding(out, start)
+        lse = lse.t()
+    return out if target is None else target, _finished_lse(a, lse)
 
 
 def _aligned_rows(query: Tensor) -> Tensor:

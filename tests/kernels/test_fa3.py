@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pm_ops
 from pm_ops.kernels import fa3
-from pm_ops.ops.attention import FA3_QUERIES, Attention, attention_reference, choose
+from pm_ops.ops.attention import FA3_QUERIES, Attention, AttentionOut, attention_reference, choose
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -430,6 +430,44 @@ def test_the_real_one_neither_synchronises_nor_changes_from_run_to_run_or_page_t
     table = torch.where(case.page_table >= 0, order.cuda()[case.page_table.long()], -1).int()
     other = fa3.attention(dataclasses.replace(case, buffer=moved.flatten(), page_table=table))
     assert torch.equal(out, other[0]) and torch.equal(lse, other[1])
+
+
+def out_case(case: Attention) -> AttentionOut:
+    """The same call, with a place for its output."""
+    values = {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
+    out = torch.full((*case.query.shape[:2], case.value_dim), torch.nan, dtype=case.query.dtype)
+    return AttentionOut(**values, out=out.to(case.query.device))
+
+
+@pytest.mark.parametrize("queries", [[1, 9, 0], 2], ids=["ragged", "uniform"])
+def test_the_output_goes_where_it_is_wanted(
+    fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch, queries: list[int] | int
+) -> None:
+    """vLLM's build writes there itself; another one's result is for the operator to bring."""
+    spare = {} if isinstance(queries, int) else {"spare_rows": 3}
+    case = out_case(case_of("cpu", lens=[13, 30, 0], queries=queries, dims=(64, 64), **spare))
+    expected, lse = fa3.attention(case)
+    assert expected is not case.out and case.out.isnan().all()
+
+    def writes(*args: Any, out: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        result, lse = fake(*args, **options)
+        assert out.shape == result.shape
+        return out.copy_(result), lse
+
+    monkeypatch.setattr(fa3, "vllm_forward", writes)
+    monkeypatch.setattr(fa3, "_found", fa3.Library(writes, has_sinks=True))
+    again, again_lse = fa3.attention(case)
+    assert again is case.out and torch.equal(again, expected) and torch.equal(again_lse, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [[3, 20, 1], 2], ids=["ragged", "uniform"])
+def test_the_real_one_writes_where_it_is_told(real: None, queries: list[int] | int) -> None:
+    spare = {} if isinstance(queries, int) else {"spare_rows": 7}
+    case = out_case(case_of("cuda", lens=[70, 33, 90], queries=queries, dims=(64, 64), **spare))
+    out, lse = fa3.attention(case)
+    assert out is case.out
+    check_attention(case, out, lse)
 
 
 @pytest.mark.gpu
