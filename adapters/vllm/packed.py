@@ -57,9 +57,11 @@ def refuse(config: Any, settings: Settings) -> None:
         )
 
 
-def refuse_connector(transfer: Any, own: bool) -> None:
+def refuse_connector(transfer: Any) -> None:
     """Raise for KV connectors, which here expect a tensor a layer, unless they are pm_ops' own and can run."""
-    if not own:
+    if transfer is None:
+        return
+    if not str(transfer.kv_connector_module_path).startswith(__name__.rpartition(".")[0]):
         raise ValueError(
             f"pm_ops: the KV connector {transfer.kv_connector} expects a tensor a layer, and here blocks are packed; "
             "run it without pm_ops, or with a vLLM that has layouts, 0.29 or newer"

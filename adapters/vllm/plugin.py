@@ -14,7 +14,6 @@ from typing import Any
 from . import hooks, packed
 from .config import HOW, KEY, Settings, write_environment
 
-OWN = __name__.rpartition(".")[0]
 OWN_CONNECTORS = "pm_ops.adapters.vllm.store_connector"
 
 
@@ -38,6 +37,8 @@ def register() -> None:
         _refuse(self, settings)
         _choose_attention(self)
         original(self)
+        if hooks.generation() == hooks.PACKED:
+            packed.refuse_connector(self.kv_transfer_config)
         _refuse_connectors(self, settings)  # vLLM chooses one itself where kv_offloading_size is given
         _choose_worker(self, settings)
 
@@ -84,8 +85,6 @@ def _refuse(config: Any, settings: Settings) -> None:
 def _refuse_connectors(config: Any, settings: Settings) -> None:
     """Raise for KV connectors that would take our pages for something else; after vLLM has completed itself."""
     transfer = config.kv_transfer_config
-    if transfer is not None and hooks.generation() == hooks.PACKED:
-        packed.refuse_connector(transfer, str(transfer.kv_connector_module_path).startswith(OWN))
     if transfer is None or transfer.kv_connector_module_path == OWN_CONNECTORS:
         return
     if OWN_CONNECTORS in str(transfer.kv_connector_extra_config):

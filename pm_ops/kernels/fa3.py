@@ -34,7 +34,7 @@ class Library(NamedTuple):
     """A build of FlashAttention 3."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """Takes the arguments of :func:`vllm_forward`, from `out` on with their defaults left out; vLLM's takes `out` too."""
+    """Takes the arguments of :func:`vllm_forward`, from `out` on with their defaults left out; vLLM's, `out` too."""
     has_sinks: bool
 
 
