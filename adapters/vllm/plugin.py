@@ -136,12 +136,17 @@ def _choose_worker(config: Any, settings: Settings) -> None:
 
 
 def _refuse_on_gpu(config: Any, settings: Settings) -> None:
-    """Raise for what a CUDA graph would freeze, or could not hold."""
+    """Raise for what a CUDA graph would freeze or could not hold, and for what is hooked on the CPU alone."""
     graphs = config.compilation_config.cudagraph_mode
     if settings.impl == "reference" and graphs:
         raise ValueError(
             f"pm_ops: impl reference waits for the GPU, which CUDA graphs ({graphs.name}) cannot hold; ask for auto, "
             "or add enforce_eager"
+        )
+    if settings.hybrid_blocks != "aligned":
+        raise ValueError(
+            f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is not supported on a GPU, where vLLM aligns attention "
+            "blocks with states; leave it out"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):  # newer versions have no such thing
         raise ValueError(

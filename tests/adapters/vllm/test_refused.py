@@ -142,6 +142,8 @@ def test_on_a_gpu_either_model_runner_gets_our_worker(model: Path, monkeypatch: 
         config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
         plugin._choose_worker(config, Settings(impl="triton"))
         assert config.parallel_config.worker_cls == "pm_ops.adapters.vllm.worker_cuda.PageMajorGPUWorker"
+    with pytest.raises(ValueError, match="hybrid_blocks=small is not supported on a GPU"):
+        plugin._choose_worker(config, Settings(hybrid_blocks="small"))
     monkeypatch.setattr(type(config.cache_config), "calculate_kv_scales", True, raising=False)
     with pytest.raises(ValueError, match="calculate_kv_scales.* are not supported on a GPU"):
         plugin._choose_worker(config, Settings())
