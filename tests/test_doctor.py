@@ -14,7 +14,7 @@ NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reaso
 OLD_ENGINE = {
     "__init__.py": "",
     "config.py": "class VllmConfig: __dataclass_fields__ = {'additional_config': None}",
-    "platforms.py": "class current_platform: device_type = 'cpu'",
+    "platforms.py": "class current_platform: device_type, is_rocm = 'cpu', staticmethod(lambda: False)",
 }
 
 
@@ -78,5 +78,7 @@ def test_an_engine_without_the_hooks_is_told_what_it_lacks(fake_vllm: Path, caps
         (fake_vllm / name).write_text(text)
     status, findings, _ = doctor(capsys, "vllm")
     assert status == 1 and not findings["vllm"].usable
-    lacking = [note for note in findings["vllm"].notes if "vLLM 0.32 or newer has it" in note]
-    assert len(lacking) == 13 and any("vllm.v1.kv_cache_layout.KVCacheLayout" in note for note in lacking)
+    notes = findings["vllm"].notes
+    lacking = [note for note in notes if "vLLM 0.32 or newer, or on a GPU 0.26 has it" in note]
+    assert len(lacking) == 9 and any("vllm.v1.attention.backends.registry.register_backend" in note for note in lacking)
+    assert "vLLM runs on cpu: supported is cuda" in notes, "without layouts, on a GPU alone"
