@@ -10,7 +10,8 @@ started at once and take turns, so that what disturbs the machine disturbs all o
     stock, FLASH_ATTN, TRITON_ATTN, ...      vLLM, with the attention of its own choice, or with this one
     pm_ops, pm_ops:triton, pm_ops:fa3        pm_ops with impl auto or this one
     pm_ops:auto:BLNHC                        and on this layout
-    ...+v1  +eager  +fp8                     with model runner V1, without graphs and compilation, with an fp8 cache
+    ...+v1  +eager  +full  +fp8              with model runner V1, without graphs and compilation, with graphs of every
+                                             batch (stock: of decodes alone), with an fp8 cache
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
     kind, *rest = name.split(":")
     entry = dict(zip(("impl", "layout"), rest, strict=False)) if kind == "pm_ops" else None
     longest = max(prompt + more for _, prompt, more in (WORKLOADS[w] for w, _ in options.workloads))
+    graphs = {"cudagraph_capture_sizes": GRAPHS} | ({"cudagraph_mode": "FULL"} if "full" in features else {})
     return LLM(
         model_folder(options.layers, options.hidden),
         load_format="dummy",
@@ -110,7 +112,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         kv_cache_memory_bytes=int(options.kv_gib * 2**30),
         gpu_memory_utilization=0.05,  # of what is free at the start; the line above says how large the cache is
         enforce_eager="eager" in features,
-        compilation_config={} if "eager" in features else {"cudagraph_capture_sizes": GRAPHS},
+        compilation_config={} if "eager" in features else graphs,
         attention_config={} if kind in ("pm_ops", "stock") else {"backend": kind},
         additional_config={} if entry is None else {"pm_ops": entry},
         **({"kv_cache_dtype": "fp8"} if "fp8" in features else {}),
