@@ -10,8 +10,8 @@ started at once and take turns, so that what disturbs the machine disturbs all o
     stock, FLASH_ATTN, TRITON_ATTN, ...      vLLM, with the attention of its own choice, or with this one
     pm_ops, pm_ops:triton, pm_ops:fa3        pm_ops with impl auto or this one
     pm_ops:auto:BLNHC                        and on this layout
-    ...+v1  +eager  +full  +fp8              with model runner V1, without graphs and compilation, with graphs of every
-                                             batch (stock: of decodes alone), with an fp8 cache
+    ...+v1  +eager  +full  +fp8              with model runner V1, without graphs and compilation, with graphs of all
+                                             batches instead of decodes alone, with an fp8 cache
 """
 
 from __future__ import annotations
