@@ -106,6 +106,18 @@ def assert_depends_on_context(llm: Any, prompt: list[int]) -> None:
     assert first != second and len(set(first)) > 3
 
 
+def host_tier(size: dict[str, Any] | None = None, **options: Any) -> Any:
+    """The setting of an engine that keeps prefixes in host memory: 200 pages of it, or the size that is given."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="PageHostConnector",
+        kv_connector_module_path="pm_ops.adapters.vllm.host_connector",
+        kv_connector_extra_config={"max_pages": 200} if size is None else size,
+        **{"kv_role": "kv_both", **options},
+    )
+
+
 def tiny_llama(folder: Path) -> Path:
     """Four layers, a vocabulary of 512, 2 KV heads of 32: 32 KiB for a block of 16 tokens."""
     import transformers

@@ -96,7 +96,7 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.page_size = specs[0].block_size
         self.windows = [_window(spec) for spec in specs]
-        self.page_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+        self.page_bytes = _page_bytes(kv_cache_config)
         self.num_pages = _num_pages(self._kv_transfer_config.kv_connector_extra_config, self.page_bytes)
         self.prefix_caching = vllm_config.cache_config.enable_prefix_caching
         self.workers = vllm_config.parallel_config.world_size
@@ -324,6 +324,13 @@ def _window(spec: Any) -> int:
         return ALL
     reach = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
     return -(-reach // spec.block_size)
+
+
+def _page_bytes(kv_cache_config: Any) -> int:
+    """Of a block of all layers. In vLLM 0.26 the scheduler sees the tensors as they were before the worker packs them."""
+    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    strides: set[int] = {tensor.block_stride for tensor in tensors}
+    return max(strides) if all(strides) else sum(tensor.size for tensor in tensors) // blocks
 
 
 def _num_pages(options: dict[str, Any], page_bytes: int) -> int:
