@@ -327,7 +327,7 @@ def _window(spec: Any) -> int:
 
 
 def _page_bytes(kv_cache_config: Any) -> int:
-    """Of a block of all layers. In vLLM 0.26 the scheduler sees the tensors as they were before the worker packs them."""
+    """Of a block, all layers. Where the worker is to pack the blocks (vLLM 0.26), the plan has a tensor a layer."""
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     strides: set[int] = {tensor.block_stride for tensor in tensors}
     return max(strides) if all(strides) else sum(tensor.size for tensor in tensors) // blocks
@@ -353,7 +353,7 @@ def _require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     role, parallel = vllm_config.kv_transfer_config.kv_role, vllm_config.parallel_config
     if role != "kv_both":
         raise ValueError(f"{NAME} offloads and restores; kv_role is {role}, set it to kv_both")
-    if parallel.world_size != parallel.tensor_parallel_size:
+    if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1:
         raise ValueError(f"{NAME} supports tensor parallelism only; run it without pipeline and context parallelism")
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     names = ", ".join(type(spec).__name__ for spec in specs)

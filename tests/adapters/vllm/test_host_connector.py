@@ -233,7 +233,7 @@ def test_settings_that_cannot_work_are_refused(
 
 def configured(groups: list[Any], **parallel: int) -> None:
     """What the connector says to such cache groups and workers, without an engine."""
-    sizes = {"world_size": 1, "tensor_parallel_size": 1, **parallel}
+    sizes = {"world_size": 1, "tensor_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
     _require_supported(
         SimpleNamespace(
             kv_transfer_config=host_tier(),
@@ -254,5 +254,9 @@ def test_models_and_engines_that_cannot_be_kept_are_refused() -> None:
         configured([full, state])
     with pytest.raises(ValueError, match=r"needs one block size, .* have \[16, 32\]"):
         configured([full, window])
-    with pytest.raises(ValueError, match="tensor parallelism only; run it without pipeline and context parallelism"):
-        configured([full], world_size=2)
+    for parallel in (
+        {"world_size": 2},
+        {"world_size": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    ):
+        with pytest.raises(ValueError, match="tensor parallelism only; run it without pipeline and context"):
+            configured([full], **parallel)
