@@ -135,6 +135,15 @@ def test_the_size_in_bytes_holds_and_the_latest_prefix_is_kept(model: Path, stoc
             assert tokens([output]) == [stock[i]] and output.num_cached_tokens == found
 
 
+def test_two_workers_keep_their_halves_of_every_page(model: Path, stock: list[list[int]]) -> None:
+    with hosting(model, tensor_parallel_size=2) as llm:
+        assert run(llm)[0] == stock
+        assert llm.reset_prefix_cache()
+        assert run(llm) == (stock, FULL)
+        ours = connector(llm)
+        assert ours.workers == 2 and ours.page_bytes == 16384 and ours.saves == {} and ours.loads == {}
+
+
 def test_requests_that_are_aborted_leave_nothing_behind(model: Path, stock: list[list[int]]) -> None:
     with hosting(model, max_num_batched_tokens=32) as llm:
         for _ in range(2):  # computed in part, then restored in part
