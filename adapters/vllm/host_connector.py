@@ -77,6 +77,12 @@ class Save:
     failed: bool = False
 
 
+class Prompt(Tracked):
+    """A request, and a page of it, if any, that another one restores, and for which it waits."""
+
+    awaits: Page | None = None
+
+
 class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. Of ``max_bytes``, which every worker takes, or ``max_pages`` one is needed.
 
@@ -101,7 +107,7 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.prefix_caching = vllm_config.cache_config.enable_prefix_caching
         self.workers = vllm_config.parallel_config.world_size
         self.index = PageIndex(self.num_pages)
-        self.tracked: dict[str, Tracked] = {}
+        self.tracked: dict[str, Prompt] = {}
         self.block_pool: Any = None
         self.moves = Moves()
         self.saves: dict[int, Save] = {}
@@ -122,29 +128,38 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         None, to be asked again later, while another request restores some of them: then they are in the engine's own
         cache. The last token of a prompt is always run.
         """
-        if request.resumable or request.skip_reading_prefix_cache:
+        if request.resumable:
+            return 0, False  # its tokens may change
+        tracked = self.tracked.setdefault(request.request_id, Prompt(request))
+        if request.skip_reading_prefix_cache:
             return 0, False
-        tracked = self.tracked.setdefault(request.request_id, Tracked(request))
+        if tracked.awaits is not None and tracked.awaits.users:
+            return None, False
         tracked.first = first = num_computed_tokens // self.page_size
         end = self._found(tracked, (request.num_tokens - 1) // self.page_size)
         if end == first:
             return 0, False
-        pages = [self.index.find(key) for key in self._needed(tracked, end)]
-        if self.prefix_caching and any(page is not None and page.users for page in pages):
-            return None, False
+        if self.prefix_caching:
+            pages = (self.index.find(key) for key in self._needed(tracked, end))
+            tracked.awaits = next((page for page in pages if page is not None and page.users), None)
+            if tracked.awaits is not None:
+                return None, False
         return (end - first) * self.page_size, True
 
-    def _found(self, tracked: Tracked, last: int) -> int:
+    def _found(self, tracked: Prompt, last: int) -> int:
         """The end of the longest prefix, in blocks, that can be restored behind the computed one."""
-        hashes, best = tracked.request.block_hashes, tracked.first
-        runs = [best] * len(self.windows)  # of each group, how many blocks up to here are there without a gap
-        for block in range(tracked.first, min(last, len(hashes))):
-            for group, window in enumerate(self.windows):
-                found = self.index.find((hashes[block], group)) is not None
-                runs[group] = runs[group] + 1 if found else 0
-                if not found and window == ALL:
-                    return best
-            if all(run >= min(block + 1, window) for run, window in zip(runs, self.windows, strict=True)):
+        find, hashes, first = self.index.find, tracked.request.block_hashes, tracked.first
+        end = min(last, len(hashes))
+        for group in (group for group, window in enumerate(self.windows) if window == ALL):
+            end = next((block for block in range(first, end) if find((hashes[block], group)) is None), end)
+        windows = {group: window for group, window in enumerate(self.windows) if window != ALL}
+        if not windows:
+            return end
+        best, runs = first, dict.fromkeys(windows, first)  # of each group, the blocks up to here without a gap
+        for block in range(first, end):
+            for group in windows:
+                runs[group] = runs[group] + 1 if find((hashes[block], group)) else 0
+            if all(runs[group] >= min(block + 1, window) for group, window in windows.items()):
                 best = block + 1
         return best
 

@@ -33,34 +33,35 @@ Request = TypeVar("Request", bound=Tracked)
 
 
 def filled(output: Any, tracked: Mapping[str, Request], page_size: int) -> Iterator[tuple[Request, int, range]]:
-    """Each tracked request of a step, how many tokens were computed before, and the blocks to see to.
+    """Tracked requests of a step, how many tokens of each were computed before, and the blocks to see to, if any.
 
     Those are full when the step is over, and of known tokens: an engine that schedules ahead gets to know a token, and
     with it what the block holds, a step later.
     """
-    for name, computed, blocks, whole in _scheduled(output):
-        request = tracked.get(name)
-        if request is None:
-            continue
-        if whole:
-            request.blocks = blocks
-        else:
-            for group, more in zip(request.blocks, blocks, strict=False):  # none at all where there are no new ones
-                group += more
-        known = len(request.request.all_token_ids)
-        full = min(computed + output.num_scheduled_tokens[name], known) // page_size
-        yield request, computed, range(request.kept, full)
-        request.kept = max(request.kept, full)
-
-
-def _scheduled(output: Any) -> Iterator[tuple[str, int, list[list[int]], bool]]:
-    """``(request, computed tokens, blocks of each group, whether they are all of its blocks)`` of a step's requests."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens, [list(group) for group in new.block_ids], True
+        if (request := tracked.get(new.req_id)) is not None:
+            request.blocks = [list(group) for group in new.block_ids]
+            yield from _filled(request, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id], page_size)
     cached = output.scheduled_cached_reqs
-    for i, request in enumerate(cached.req_ids):
-        blocks = [list(group) for group in cached.new_block_ids[i] or ()]
-        yield request, cached.num_computed_tokens[i], blocks, request in cached.resumed_req_ids
+    for i, name in enumerate(cached.req_ids):
+        if (request := tracked.get(name)) is None:
+            continue
+        blocks = cached.new_block_ids[i]
+        if blocks is not None:
+            if name in cached.resumed_req_ids:
+                request.blocks = [[] for _ in blocks]
+            for group, more in zip(request.blocks, blocks, strict=True):
+                group += more
+        yield from _filled(request, cached.num_computed_tokens[i], output.num_scheduled_tokens[name], page_size)
+
+
+def _filled(request: Request, computed: int, scheduled: int, page_size: int) -> Iterator[tuple[Request, int, range]]:
+    full = (computed + scheduled) // page_size
+    if full > request.kept:  # seldom, of requests that decode
+        full = min(full, len(request.request.all_token_ids) // page_size)
+        if full > request.kept:
+            yield request, computed, range(request.kept, full)
+            request.kept = full
 
 
 def settings_of(vllm_config: Any, connector: str) -> Settings:
