@@ -372,7 +372,7 @@ def _require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError(f"{NAME} supports tensor parallelism only; run it without pipeline and context parallelism")
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     names = ", ".join(type(spec).__name__ for spec in specs)
-    if not all(type(spec) in SPECS for spec in specs) or not specs:
+    if not specs or not all(type(spec) in SPECS for spec in specs):
         raise ValueError(
             f"{NAME} supports layers of full and of sliding-window attention, whose blocks stay as they are once they "
             f"are full; the cache groups of this model are {names or 'none'}"

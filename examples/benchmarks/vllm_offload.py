@@ -6,7 +6,8 @@
         --cache-gib 0.1 --host-gib 0.1 --repetitions 2          # a rehearsal on a CPU, which says nothing about speed
 
 The model has the shape of Llama-3.1-8B (or another) and random weights: norms are 1 and the rest is N(0, 0.02), so that
-tokens depend on the whole context. Each engine is a process; all are started together, and take turns.
+tokens depend on the whole context. Each engine is a process; all are started together, and take turns. ``+v1`` takes
+vLLM's model runner V1, where vLLM 0.26 lays its cache out block by block for its own connector.
 
 - ``recompute`` and ``host hit``: time to the first token of one long prompt, when nothing of it is cached, and when the
   engine's own cache was emptied and its blocks are on the host. The tokens of both have to be equal.
@@ -90,6 +91,9 @@ class Engine:
     """An engine in this process, with a host tier."""
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
+        kind, _, runner = kind.partition("+")
+        if runner == "v1":
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -294,14 +298,14 @@ class Process:
 
 def report(options: argparse.Namespace, hits: dict[str, list[Any]], moves: dict[str, float], slow: list[Any]) -> str:
     """Medians, as a table."""
-    lines = [f"{'engine':<8} {'recompute':>10} {'host hit':>10} {'ratio':>7} {'hit GB/s':>9} {'equal':>6}"]
+    lines = [f"{'engine':<10} {'recompute':>10} {'host hit':>10} {'ratio':>7} {'hit GB/s':>9} {'equal':>6}"]
     shape = SHAPES[options.shape]
     heads = min(shape["num_attention_heads"], 8)
     size = options.prompt * shape["num_hidden_layers"] * heads * HEAD_DIM[options.shape] * 4
     for kind, mine in hits.items():
         cold, warm = (statistics.median(run[name] for run in mine) for name in ("recompute", "host hit"))
         equal = f"{sum(run['equal'] for run in mine)}/{len(mine)}"
-        lines.append(f"{kind:<8} {cold:>9.4f}s {warm:>9.4f}s {cold / warm:>7.2f} {size / warm / 1e9:>9.2f} {equal:>6}")
+        lines.append(f"{kind:<10} {cold:>9.4f}s {warm:>9.4f}s {cold / warm:>7.2f} {size / warm / 1e9:>9.2f} {equal:>6}")
     if moves:
         for name, limit in (("offload", "pinned out"), ("restore", "pinned in")):
             rate, most = (moves["bytes"] / moves[which] / 1e9 for which in (name, limit))
@@ -318,7 +322,8 @@ def report(options: argparse.Namespace, hits: dict[str, list[Any]], moves: dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["pm_ops", "stock"], choices=CONNECTORS)
+    kinds = [kind + runner for kind in CONNECTORS for runner in ("", "+v1")]
+    parser.add_argument("--engines", nargs="+", default=["pm_ops", "stock"], choices=kinds)
     parser.add_argument("--shape", default="8b", choices=SHAPES, help="of the model (default: %(default)s)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=32768, help="tokens of the long prompt (default: %(default)s)")
@@ -339,7 +344,7 @@ def main() -> None:
     for repetition in range(options.repetitions):
         for engine in engines if repetition % 2 == 0 else engines[::-1]:
             hits[engine.kind].append(engine.ask("hits", 1 + repetition))
-    ours = next((engine for engine in engines if engine.kind == "pm_ops"), None)
+    ours = next((engine for engine in engines if engine.kind.startswith("pm_ops")), None)
     moves = ours.ask("moves") if ours else {}
     slow = [ours.ask("slow_down", repetition) for repetition in range(options.repetitions)] if ours else []
     (options.out / "results.json").write_text(json.dumps({"hits": hits, "moves": moves, "slow": slow}, indent=1))

@@ -32,7 +32,7 @@ from vllm_engine import (
     tokens,
 )
 
-from pm_ops.adapters.vllm.host_connector import PageHostConnector, _require_supported
+from pm_ops.adapters.vllm.host_connector import HostStats, PageHostConnector, _num_pages, _require_supported
 
 
 @pytest.fixture(scope="module")
@@ -219,35 +219,49 @@ def assert_the_engines_own_offloading_sees_one_region(llm: Any) -> None:
     assert torch.equal(region.tensor.view(torch.uint8), pool.pages) and bool(pool.pages.any())
 
 
+def test_the_log_sums_what_steps_have_moved() -> None:
+    step = HostStats()
+    assert step.is_empty()
+    step.add(offloaded=3, evicted=0)
+    total = PageHostConnector.build_kv_connector_stats(step.to_dict()).aggregate(HostStats({"offloaded": 2}))
+    assert total.reduce() == {"host pages offloaded": 5, "host pages evicted": 0} and not total.is_empty()
+    total.reset()
+    assert total.is_empty()
+
+
 @pytest.mark.parametrize(
-    ("pm_ops", "size", "options", "message"),
+    ("pm_ops", "size", "message"),
     [
-        (None, None, {}, "PageHostConnector keeps pm_ops' pages, and pm_ops was not asked for"),
-        (True, {}, {}, "is {}; it needs either max_bytes or max_pages"),
-        (True, {"max_bytes": 1 << 20, "max_pages": 9}, {}, "it needs either max_bytes or max_pages"),
-        (True, {"folder": "pages"}, {}, "it needs either max_bytes or max_pages"),
-        (True, {"max_pages": "many"}, {}, "it needs either max_bytes or max_pages"),
-        (True, {"max_bytes": 32767}, {}, "less than one page of 32768 bytes; raise it"),
-        (True, {"max_pages": 0}, {}, "max_pages=0 is less than one page"),
-        (True, None, {"kv_role": "kv_producer"}, "kv_role is kv_producer, set it to kv_both"),
+        (None, None, "PageHostConnector keeps pm_ops' pages, and pm_ops was not asked for"),
+        (True, {"max_bytes": 32767}, "max_bytes=32767 is less than one page of 32768 bytes; raise it"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    model: Path, pm_ops: Any, size: dict[str, Any] | None, options: Any, message: str
+def test_settings_that_cannot_work_stop_the_engine(
+    model: Path, pm_ops: Any, size: dict[str, Any] | None, message: str
 ) -> None:
-    refusal = pytest.raises(ValueError, match=message)
-    with refusal, hosting(model, pm_ops, kv_transfer_config=host_tier(size, **options)):
+    with pytest.raises(ValueError, match=message), hosting(model, pm_ops, kv_transfer_config=host_tier(size)):
         pass
 
 
-def configured(groups: list[Any], **parallel: int) -> None:
+def test_the_size_is_in_pages_or_in_bytes() -> None:
+    assert _num_pages({"max_bytes": 3 * 32768 - 1}, 32768) == 2 and _num_pages({"max_pages": "5"}, 32768) == 5
+    both = {"max_bytes": 1 << 20, "max_pages": 9}
+    for options in ({}, both, {"folder": "pages"}, {"max_pages": "many"}, {"max_bytes": None}):
+        with pytest.raises(ValueError, match="kv_connector_extra_config is .*; it needs either max_bytes or max_pages"):
+            _num_pages(options, 32768)
+    for pages in (0, -1):
+        with pytest.raises(ValueError, match=f"max_pages={pages} is less than one page of 32768 bytes"):
+            _num_pages({"max_pages": pages}, 32768)
+
+
+def configured(groups: list[Any], role: str = "kv_both", unit: int | None = None, **parallel: int) -> None:
     """What the connector says to such cache groups and workers, without an engine."""
     sizes = {"world_size": 1, "tensor_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
     _require_supported(
         SimpleNamespace(
-            kv_transfer_config=host_tier(),
+            kv_transfer_config=host_tier(kv_role=role),
             parallel_config=SimpleNamespace(**sizes),
-            cache_config=SimpleNamespace(prefix_match_unit=None),
+            cache_config=SimpleNamespace(prefix_match_unit=unit),
         ),
         SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in groups]),
     )
