@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from .host_settings import ALL, NAME, bytes_of_page, number_of_pages, require_supported, window_of
 from .host_transfers import HostTransfers, Moved, Moves, logger
 from .layout import page_pools
 from .page_index import Page, PageIndex
@@ -30,12 +30,6 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # this vLLM counts all connectors' hits together
     CacheHitSource = None
-
-NAME = "PageHostConnector"
-SPECS = (FullAttentionSpec, SlidingWindowSpec)
-"""Cache groups whose blocks stay as they are once they are full."""
-ALL = 1 << 62
-"""The window, in blocks, of full attention."""
 
 
 @dataclass
@@ -98,12 +92,12 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = settings_of(vllm_config, NAME)
-        _require_supported(vllm_config, kv_cache_config)
+        require_supported(vllm_config, kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.page_size = specs[0].block_size
-        self.windows = [_window(spec) for spec in specs]
-        self.page_bytes = _page_bytes(kv_cache_config)
-        self.num_pages = _num_pages(self._kv_transfer_config.kv_connector_extra_config, self.page_bytes)
+        self.windows = [window_of(spec) for spec in specs]
+        self.page_bytes = bytes_of_page(kv_cache_config)
+        self.num_pages = number_of_pages(self._kv_transfer_config.kv_connector_extra_config, self.page_bytes)
         self.prefix_caching = vllm_config.cache_config.enable_prefix_caching
         self.workers = vllm_config.parallel_config.world_size
         self.index = PageIndex(self.num_pages)
@@ -331,55 +325,3 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """A page holds every layer: it is offloaded when the step is over."""
-
-
-def _window(spec: Any) -> int:
-    """How many of the last full blocks the next token reads."""
-    if isinstance(spec, FullAttentionSpec):
-        return ALL
-    reach = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
-    return -(-reach // spec.block_size)
-
-
-def _page_bytes(kv_cache_config: Any) -> int:
-    """Of a block, all layers. Where the worker is to pack the blocks (vLLM 0.26), the plan has a tensor a layer."""
-    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
-    strides: set[int] = {tensor.block_stride for tensor in tensors}
-    return max(strides) if all(strides) else sum(tensor.size for tensor in tensors) // blocks
-
-
-def _num_pages(options: dict[str, Any], page_bytes: int) -> int:
-    """The size that was asked for. Raises ValueError for what cannot be one."""
-    try:
-        ((name, size),) = options.items()
-        pages = {"max_bytes": int(size) // page_bytes, "max_pages": int(size)}[name]
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(
-            f"{NAME}: kv_connector_extra_config is {options}; it needs either max_bytes or max_pages, a number, for "
-            "every worker"
-        ) from None
-    if pages < 1:
-        raise ValueError(f"{NAME}: {name}={size} is less than one page of {page_bytes} bytes; raise it")
-    return pages
-
-
-def _require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ValueError for what the connector cannot do."""
-    role, parallel = vllm_config.kv_transfer_config.kv_role, vllm_config.parallel_config
-    if role != "kv_both":
-        raise ValueError(f"{NAME} offloads and restores; kv_role is {role}, set it to kv_both")
-    if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1:
-        raise ValueError(f"{NAME} supports tensor parallelism only; run it without pipeline and context parallelism")
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    names = ", ".join(type(spec).__name__ for spec in specs)
-    if not specs or not all(type(spec) in SPECS for spec in specs):
-        raise ValueError(
-            f"{NAME} supports layers of full and of sliding-window attention, whose blocks stay as they are once they "
-            f"are full; the cache groups of this model are {names or 'none'}"
-        )
-    sizes = {spec.block_size for spec in specs} | {vllm_config.cache_config.prefix_match_unit or specs[0].block_size}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"{NAME} needs one block size, which prefixes are matched by; the groups {names} and prefix_match_unit "
-            f"have {sorted(sizes)}"
-        )

@@ -32,7 +32,8 @@ from vllm_engine import (
     tokens,
 )
 
-from pm_ops.adapters.vllm.host_connector import HostStats, PageHostConnector, _num_pages, _require_supported
+from pm_ops.adapters.vllm.host_connector import HostStats, PageHostConnector
+from pm_ops.adapters.vllm.host_settings import number_of_pages, require_supported
 
 
 @pytest.fixture(scope="module")
@@ -244,20 +245,20 @@ def test_settings_that_cannot_work_stop_the_engine(
 
 
 def test_the_size_is_in_pages_or_in_bytes() -> None:
-    assert _num_pages({"max_bytes": 3 * 32768 - 1}, 32768) == 2 and _num_pages({"max_pages": "5"}, 32768) == 5
+    assert number_of_pages({"max_bytes": 3 * 32768 - 1}, 32768) == 2 and number_of_pages({"max_pages": "5"}, 32768) == 5
     both = {"max_bytes": 1 << 20, "max_pages": 9}
     for options in ({}, both, {"folder": "pages"}, {"max_pages": "many"}, {"max_bytes": None}):
         with pytest.raises(ValueError, match="kv_connector_extra_config is .*; it needs either max_bytes or max_pages"):
-            _num_pages(options, 32768)
+            number_of_pages(options, 32768)
     for pages in (0, -1):
         with pytest.raises(ValueError, match=f"max_pages={pages} is less than one page of 32768 bytes"):
-            _num_pages({"max_pages": pages}, 32768)
+            number_of_pages({"max_pages": pages}, 32768)
 
 
 def configured(groups: list[Any], role: str = "kv_both", unit: int | None = None, **parallel: int) -> None:
     """What the connector says to such cache groups and workers, without an engine."""
     sizes = {"world_size": 1, "tensor_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
-    _require_supported(
+    require_supported(
         SimpleNamespace(
             kv_transfer_config=host_tier(kv_role=role),
             parallel_config=SimpleNamespace(**sizes),
