@@ -104,3 +104,40 @@ def assert_depends_on_context(llm: Any, prompt: list[int]) -> None:
     other = [(token + 1) % 256 + 3 for token in prompt[:-1]] + prompt[-1:]
     first, second = tokens(generate(llm, [prompt, other]))
     assert first != second and len(set(first)) > 3
+
+
+def host_tier(size: dict[str, Any] | None = None, **options: Any) -> Any:
+    """The setting of an engine that keeps prefixes in host memory: 200 pages of it, or the size that is given."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="PageHostConnector",
+        kv_connector_module_path="pm_ops.adapters.vllm.host_connector",
+        kv_connector_extra_config={"max_pages": 200} if size is None else size,
+        **{"kv_role": "kv_both", **options},
+    )
+
+
+def tiny_llama(folder: Path) -> Path:
+    """Four layers, a vocabulary of 512, 2 KV heads of 32: 32 KiB for a block of 16 tokens."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=512,
+    )
+    return save_tiny(transformers.LlamaForCausalLM(config), folder)
+
+
+_SHARED, *_ENDS = random_prompts(512, (48, 50, 50))
+PREFIXES = [*random_prompts(512, (5, 16, 33, 100, 150)), _SHARED + _ENDS[0], _SHARED + _ENDS[1]]
+"""Prompts of tokens below 512; the last two begin with the same 48."""
+FULL = [0, 0, 32, 96, 144, 96, 96]
+"""Tokens of each in full blocks of 16, but for a last one that ends the prompt: what can be found."""
+FRESH = [0, 0, 0, 0, 0, 0, 48]
+"""What a first run finds: the last prompt's beginning, in the engine's own cache."""

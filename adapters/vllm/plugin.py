@@ -14,7 +14,10 @@ from typing import Any
 from . import hooks, packed
 from .config import HOW, KEY, Settings, write_environment
 
-OWN_CONNECTORS = "pm_ops.adapters.vllm.store_connector"
+OWN_CONNECTORS = {
+    "pm_ops.adapters.vllm.store_connector": "PageStoreConnector",
+    "pm_ops.adapters.vllm.host_connector": "PageHostConnector",
+}
 
 
 def register() -> None:
@@ -85,17 +88,18 @@ def _refuse(config: Any, settings: Settings) -> None:
 def _refuse_connectors(config: Any, settings: Settings) -> None:
     """Raise for KV connectors that would take our pages for something else; after vLLM has completed itself."""
     transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_connector_module_path == OWN_CONNECTORS:
+    if transfer is None or transfer.kv_connector_module_path in OWN_CONNECTORS:
         return
-    if OWN_CONNECTORS in str(transfer.kv_connector_extra_config):
-        raise ValueError(
-            f"pm_ops: PageStoreConnector inside {transfer.kv_connector} is not supported: it would keep what another "
-            "connector failed to load; use it alone"
-        )
+    for module, name in OWN_CONNECTORS.items():
+        if module in str(transfer.kv_connector_extra_config):
+            raise ValueError(
+                f"pm_ops: {name} inside {transfer.kv_connector} is not supported: it would keep what another "
+                "connector failed to load; use it alone"
+            )
     if settings.layout == "page_major":
         raise ValueError(
             f"pm_ops: the KV connector {transfer.kv_connector} would read page_major blocks as BLNHC ones, which have "
-            f'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or take PageStoreConnector of {OWN_CONNECTORS}'
+            f'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or take one of {", ".join(OWN_CONNECTORS)}'
         )
 
 

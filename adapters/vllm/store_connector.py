@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +33,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pm_ops import PageLayout, PagePool, PageStore
 
-from .config import HOW, Settings
+from .config import Settings
 from .layout import page_pools
+from .tracking import Tracked, filled, settings_of
 
 logger = init_logger("vllm.pm_ops.store")
 OPTIONS = ("folder", "max_bytes", "model")
@@ -64,16 +64,13 @@ class Pages(KVConnectorHandshakeMetadata):
     layout: PageLayout
 
 
-class Tracked:
-    """A request in the scheduler: the keys of its full blocks, where they lie, and how many of them are kept."""
+class Prompt(Tracked):
+    """A request, the keys of its full blocks, and the bytes that were found for some of them."""
 
     def __init__(self, request: Any, page_size: int) -> None:
-        self.request = request
+        super().__init__(request)
         self.page_size = page_size
-        self.found = 0  # the first block that was looked up
-        self.kept = 0
-        self.blocks: list[int] = []
-        self.read: dict[int, Tensor] = {}  # blocks that were found, and their bytes, until they have a place
+        self.read: dict[int, Tensor] = {}  # until they have a place
         self._digests = [hashlib.sha256(json.dumps(request.cache_salt).encode()).digest()]
 
     def key(self, block: int) -> str:
@@ -93,6 +90,7 @@ class PageStoreConnector(KVConnectorBase_V1):
     told by their tokens alone, and those of streaming sessions may change theirs: they are neither kept nor found.
     """
 
+    requires_kv_delivery = False  # what is lost is computed
     _cache_hit_source = CacheHitSource.DISK
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -111,7 +109,7 @@ class PageStoreConnector(KVConnectorBase_V1):
                 "bytes; raise max_bytes"
             )
         self.store = PageStore(folder, max_bytes, model=model)
-        self.tracked: dict[str, Tracked] = {}
+        self.tracked: dict[str, Prompt] = {}
         self.loads: list[tuple[int, Tensor]] = []
         self.layout: PageLayout | None = None
         self.pool: PagePool | None = None
@@ -129,14 +127,14 @@ class PageStoreConnector(KVConnectorBase_V1):
             return 0, False  # not told by their token ids
         if request.resumable:
             return 0, False  # its tokens may change
-        tracked = self.tracked.setdefault(request.request_id, Tracked(request, self.page_size))
-        tracked.found = block = num_computed_tokens // self.page_size
+        tracked = self.tracked.setdefault(request.request_id, Prompt(request, self.page_size))
+        tracked.first = block = num_computed_tokens // self.page_size
         last = (request.num_tokens - 1) // self.page_size
         while block < last and (block in tracked.read or self._read(tracked, block)):
             block += 1
-        return (block - tracked.found) * self.page_size, False
+        return (block - tracked.first) * self.page_size, False
 
-    def _read(self, tracked: Tracked, block: int) -> bool:
+    def _read(self, tracked: Prompt, block: int) -> bool:
         """Read a block's entry. False where it is not there, or is damaged and so removed."""
         assert self.layout is not None, "vLLM tells it before it takes requests"
         key, page = tracked.key(block), PagePool(self.layout, 1)
@@ -154,23 +152,16 @@ class PageStoreConnector(KVConnectorBase_V1):
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
             return
-        tracked.blocks = list(blocks.get_block_ids()[0])
-        tracked.kept = tracked.found + num_external_tokens // self.page_size
-        self.loads += [(tracked.blocks[i], tracked.read[i]) for i in range(tracked.found, tracked.kept)]
+        tracked.place(blocks)
+        tracked.kept = tracked.first + num_external_tokens // self.page_size
+        self.loads += [(tracked.blocks[0][i], tracked.read[i]) for i in range(tracked.first, tracked.kept)]
         tracked.read = {}
 
     def build_connector_meta(self, scheduler_output: Any) -> Moves:
         """What was read, to be placed; and the blocks that this step fills, to be written."""
         moves, self.loads = Moves(loads=self.loads), []
-        for request, computed, blocks, replace in _scheduled(scheduler_output):
-            tracked = self.tracked.get(request)
-            if tracked is None:
-                continue
-            tracked.blocks = blocks if replace else tracked.blocks + blocks
-            known = len(tracked.request.all_token_ids)
-            full = min(computed + scheduler_output.num_scheduled_tokens[request], known) // self.page_size
-            moves.saves += [(tracked.key(i), tracked.blocks[i]) for i in range(tracked.kept, full)]
-            tracked.kept = max(tracked.kept, full)
+        for tracked, _, blocks in filled(scheduler_output, self.tracked, self.page_size):
+            moves.saves += [(tracked.key(i), tracked.blocks[0][i]) for i in blocks]
         return moves
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -220,9 +211,7 @@ class PageStoreConnector(KVConnectorBase_V1):
 
 def _supported(vllm_config: Any, kv_cache_config: Any) -> Settings:
     """The engine's settings. Raises ValueError for what the connector cannot do."""
-    settings = Settings.of(vllm_config)
-    if settings is None:
-        raise ValueError(f"PageStoreConnector keeps pm_ops' pages, and pm_ops was not asked for: {HOW}")
+    settings = settings_of(vllm_config, "PageStoreConnector")
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     if not options.get("folder") or not set(options) <= set(OPTIONS):
         raise ValueError(
@@ -270,14 +259,3 @@ def _identity(vllm_config: Any) -> list[Any]:
         load.model_loader_extra_config,
         weights,
     ]
-
-
-def _scheduled(output: Any) -> Iterator[tuple[str, int, list[int], bool]]:
-    """``(request, computed tokens, blocks, whether these are all of its blocks)`` of every request in a step."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens, list(new.block_ids[0]), True
-    cached = output.scheduled_cached_reqs
-    for i, request in enumerate(cached.req_ids):
-        blocks = cached.new_block_ids[i]
-        resumed = request in cached.resumed_req_ids
-        yield request, cached.num_computed_tokens[i], list(blocks[0]) if blocks else [], resumed

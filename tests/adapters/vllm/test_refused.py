@@ -21,8 +21,16 @@ from pm_ops.adapters.vllm.config import Settings
 from pm_ops.adapters.vllm.plugin import OWN_CONNECTORS, register
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-OURS = {"kv_connector": "PageStoreConnector", "kv_connector_module_path": OWN_CONNECTORS, "kv_role": "kv_both"}
-SEVERAL: dict[str, Any] = {"kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [OURS]}}
+SEVERAL = [
+    KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "connectors": [{"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}]
+        },
+    )
+    for module, name in OWN_CONNECTORS.items()
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +115,9 @@ print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum
             {"kv_offloading_size": 1.0},
             "the KV connector OffloadingConnector would read page_major blocks as BLNHC ones",
         ),
-        (
-            {"layout": "BLNHC"},
-            {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", **SEVERAL)},
-            "PageStoreConnector inside MultiConnector is not supported",
+        *(
+            ({"layout": "BLNHC"}, {"kv_transfer_config": several}, f"{name} inside MultiConnector is not supported")
+            for several, name in zip(SEVERAL, OWN_CONNECTORS.values(), strict=True)
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pm_ops
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
-from vllm_engine import PROMPTS, engine, generate, pools, smollm2, tokens
+from vllm_engine import PROMPTS, engine, generate, host_tier, pools, smollm2, tokens
 
 LAYOUTS = ("page_major", "BLNHC", "BLHNC", "BHLNC")
 PAGE = 16
@@ -60,4 +60,14 @@ def test_eager_tokens_equal_stock_and_every_page_is_byte_exact(
 
         again = generate(llm, PROMPTS)
         assert tokens(again) == stock, "with the prefix's pages found in the cache"
+        assert again[5].num_cached_tokens >= 128
+
+
+def test_prefixes_that_come_back_from_host_memory_give_stocks_tokens(stock: list[list[int]]) -> None:
+    with engine(smollm2(), True, block_size=PAGE, kv_transfer_config=host_tier({"max_bytes": 1 << 28})) as llm:
+        assert tokens(generate(llm, PROMPTS)) == stock
+        assert llm.reset_prefix_cache()
+        again = generate(llm, PROMPTS)
+        assert tokens(again) == stock
+        assert [o.num_cached_tokens for o in again] == [(len(o.prompt_token_ids) - 1) // PAGE * PAGE for o in again]
         assert again[5].num_cached_tokens >= 128

@@ -12,39 +12,27 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
 import torch
-import transformers
 from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm_engine import assert_depends_on_context, engine, generate, random_prompts, save_tiny, tokens
+from vllm_engine import FRESH, FULL, PREFIXES, assert_depends_on_context, engine, generate, tiny_llama, tokens
 
 from pm_ops import PageStore
-from pm_ops.adapters.vllm.store_connector import PageStoreConnector, Tracked
-
-SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-SHARED, *ENDS = random_prompts(512, (48, 50, 50))
-PROMPTS = [*random_prompts(512, (5, 16, 33, 100, 150)), SHARED + ENDS[0], SHARED + ENDS[1]]
-FULL = [0, 0, 32, 96, 144, 96, 96]
-"""Tokens of each prompt in full blocks, but for a last one that ends the prompt."""
-FRESH = [0, 0, 0, 0, 0, 0, 48]
-"""What a first run finds: the last prompt's beginning, in the engine's own cache."""
+from pm_ops.adapters.vllm.store_connector import PageStoreConnector, Prompt
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.LlamaConfig(
-        **SIZES, intermediate_size=256, num_key_value_heads=2, max_position_embeddings=512
-    )
-    return save_tiny(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def stock(model: Path) -> list[list[int]]:
     with engine(model, skip_tokenizer_init=True) as llm:
-        assert_depends_on_context(llm, PROMPTS[3])
-        return tokens(generate(llm, PROMPTS))
+        assert_depends_on_context(llm, PREFIXES[3])
+        return tokens(generate(llm, PREFIXES))
 
 
 def transfer(options: dict[str, Any]) -> KVTransferConfig:
@@ -64,7 +52,7 @@ def storing(model: Path, folder: Path, pm_ops: Any = True, options: dict[str, An
 def run(model: Path, folder: Path, **options: Any) -> tuple[list[list[int]], list[int]]:
     """(tokens, how many tokens of each prompt a new engine found)."""
     with storing(model, folder, **options) as llm:
-        outputs = generate(llm, PROMPTS)
+        outputs = generate(llm, PREFIXES)
     return tokens(outputs), [output.num_cached_tokens for output in outputs]
 
 
@@ -75,7 +63,7 @@ def entries(folder: Path) -> list[Path]:
 def test_another_engine_finds_every_full_block_of_a_prompt(model: Path, stock: list[list[int]], tmp_path: Path) -> None:
     assert run(model, tmp_path) == (stock, FRESH)
     kept = len(entries(tmp_path))
-    assert kept == sum((len(prompt) + 47) // 16 for prompt in PROMPTS) - 3, "every block that was filled, answers too"
+    assert kept == sum((len(prompt) + 47) // 16 for prompt in PREFIXES) - 3, "every block that was filled, answers too"
     assert run(model, tmp_path) == (stock, FULL)
     assert len(entries(tmp_path)) == kept
     assert run(model, tmp_path, pm_ops={"layout": "BLHNC"}) == (stock, FRESH), "another layout has its own folder"
@@ -93,9 +81,9 @@ def test_what_cannot_be_read_or_written_is_computed_and_nothing_wrong_is_kept(
     model: Path, stock: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine, and a store after the other."""
-    asked, expected = PROMPTS[5:], stock[5:]
+    asked, expected = PREFIXES[5:], stock[5:]
     request = SimpleNamespace(cache_salt=None, all_token_ids=asked[0])
-    prefix = [f"{Tracked(request, 16).key(block)}.safetensors" for block in range(3)]
+    prefix = [f"{Prompt(request, 16).key(block)}.safetensors" for block in range(3)]
     with storing(model, tmp_path / "first") as llm:
         scheduler, worker = llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
 
@@ -172,10 +160,10 @@ def test_a_cache_that_is_too_small_for_all_reads_its_own_blocks_back(
         max_num_batched_tokens=32,
         disable_log_stats=False,
     ) as llm:
-        assert tokens(generate(llm, PROMPTS)) == stock
+        assert tokens(generate(llm, PREFIXES)) == stock
         (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
         assert preempted > 0
-        outputs = generate(llm, PROMPTS)
+        outputs = generate(llm, PREFIXES)
         assert tokens(outputs) == stock
         assert [output.num_cached_tokens for output in outputs] == FULL
 
@@ -185,12 +173,12 @@ def test_requests_that_are_aborted_leave_nothing_behind_and_whole_blocks_only(
 ) -> None:
     with storing(model, tmp_path, max_num_batched_tokens=32) as llm:
         core = llm.llm_engine
-        for name, prompt in zip("abcde", PROMPTS[:5], strict=True):
+        for name, prompt in zip("abcde", PREFIXES[:5], strict=True):
             core.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=48))
         for _ in range(4):  # the longest prompts are half read, or waiting
             core.step()
         core.abort_request(list("abcde"))
-        assert tokens(generate(llm, PROMPTS)) == stock
+        assert tokens(generate(llm, PREFIXES)) == stock
         core.step()
         assert core.engine_core.engine_core.scheduler.connector.tracked == {}
     assert run(model, tmp_path) == (stock, FULL)
