@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .rewriter import Rewriter
 
 ENGINE_OPS: dict[Any, Callable[..., Any]] = {}
-ROTARY_OPS: dict[Any, Callable[..., Rotate]] = {}
+ROTARY_OPS: dict[Any, Callable[..., Rotate | None]] = {}
 
 
 @dataclass
@@ -97,8 +97,12 @@ class Rotate:
     interleaved: bool = False
 
 
-def register_rotary_op(op: Any, adapter: Callable[..., Rotate]) -> None:
-    """Let ``fuse_rope`` fuse an operator (overload, or all of a packet) that rotates in place."""
+def register_rotary_op(op: Any, adapter: Callable[..., Rotate | None]) -> None:
+    """Let a fusion include an operator (overload, or all of a packet) that rotates in place.
+
+    In a graph that Inductor compiles the adapter is called with the operator's arguments by name, and fx nodes for the
+    tensors. There it returns None for a call that does not rotate by the whole of ``cos_sin``, query and key alike.
+    """
     ROTARY_OPS.update(dict.fromkeys(_overloads(op), adapter))
 
 

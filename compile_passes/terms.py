@@ -31,6 +31,7 @@ from .internals import (
 )
 
 aten = torch.ops.aten
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 DEPTH = 64  # of terms: those of a rotation have a third of that, those of a residual stream as many as the model
 
 
@@ -141,7 +142,7 @@ class Terms:
         """The term that a node makes of the elements it reads; None for a leaf."""
         if n.target in (aten.clone.default, aten.lift_fresh_copy.default):
             return self.at(n.args[0], index, n)
-        if n.target is aten._to_copy.default:
+        if n.target in CASTS:
             return self._cast(n, index, owner, where)
         if n.target is aten.cat.default:
             return self._joined(n, index, owner, where)
@@ -167,7 +168,7 @@ class Terms:
         return self.at(argument, [Affine() if n == 1 else i for n, i in zip(shape, own, strict=True)], reader)
 
     def _cast(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
-        """``_to_copy(x, dtype=...)``: a cast, or a copy."""
+        """``_to_copy(x, dtype=...)``, Inductor's ``convert_element_type(x, dtype)``: a cast, or a copy."""
         before, after = n.args[0].meta["val"], owner.meta["val"]
         if before.device != after.device:
             return None
