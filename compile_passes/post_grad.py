@@ -40,10 +40,6 @@ from .rope_store import Planner, Unfused, fuse
 from .rotation import Frame, rotations
 
 CAST = torch.ops.prims.convert_element_type.default
-REMEDY = (
-    "the fusion needs a layer's rotation and its store in one graph: let the engine compile without splitting at its "
-    "store operator"
-)
 
 
 class FusedStore(NamedTuple):
@@ -135,12 +131,17 @@ class RopeStorePass(CustomGraphPass):
         strict: raise :class:`RewriteError` where a layer is left unfused, instead of a warning.
         before: another pass to run first.
         log: the logger's name.
+
+    Attributes:
+        remedy: what to do where a layer's rotation and its store are not in one graph.
     """
+
+    remedy = "let the engine compile without splitting its graphs at the store operator"
 
     def __init__(
         self, geometry: str, strict: bool = False, before: Callable[[Graph], Any] | None = None, log: str = __name__
     ) -> None:
-        self.geometry, self.strict, self.before, self.log = geometry, strict, before, log
+        self.geometry, self.strict, self.before, self.log = geometry, strict, before, logging.getLogger(log)
         self.report = PassReport()
 
     def __call__(self, graph: Graph) -> None:
@@ -181,14 +182,15 @@ class RopeStorePass(CustomGraphPass):
         said = [f"layer {layer}: {reason}" for layer, reason in unfused.items() if layer not in self.report.unfused]
         self.report.unfused |= unfused
         if rotated is not None and not self.report.split:
-            self.report.split = f"a graph rotates keys and stores none, in {user_line(rotated)}\n{REMEDY}"
+            self.report.split = f"a graph rotates keys and stores none, in {user_line(rotated)}\n{self.remedy}"
             said.append(self.report.split)
+        self.log.info("rope_store_kv: %s", self.report)
         if not said:
             return
         what = f"rope_store_kv: {fused} layers of this graph are fused, but not\n" + "\n".join(said)
         if self.strict:
             raise RewriteError(f"{what}\nstrict: without it these are compiled as they are")
-        logging.getLogger(self.log).warning("%s", what)
+        self.log.warning("%s", what)
 
     def uuid(self) -> str | None:
         """Equal where compiled code may be used again; None, which keeps Inductor from that, if ``before`` has none."""

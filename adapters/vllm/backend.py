@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .config import HOW, Settings
 from .layout import LayerCache, locate
+from .rope import RopeStore
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """vLLM keeps these caches as uint8."""
@@ -100,7 +101,7 @@ class PageMajorMetadataBuilder(AttentionMetadataBuilder[PageMajorMetadata]):
         )
 
 
-class PageMajorImpl(AttentionImpl[PageMajorMetadata]):
+class PageMajorImpl(RopeStore, AttentionImpl[PageMajorMetadata]):
     """One layer's cache writes and attention."""
 
     def __init__(

@@ -340,7 +340,7 @@ def test_a_graph_that_was_split_at_its_stores_is_warned_of_with_the_remedy(by_op
         rows = torch.randn(3, 4 * DIM), torch.randn(3, 2 * DIM), torch.tensor([2, 9, 4])
         got = torch.compile(piece, backend=backend)(*rows)
     torch.testing.assert_close(got, piece(*rows), rtol=0, atol=0)
-    assert "without splitting at its store operator" in caplog.text and compiled.rope.report.split
+    assert "without splitting its graphs at the store operator" in caplog.text and compiled.rope.report.split
     assert "without splitting" in str(compiled.rope.report)
 
 
