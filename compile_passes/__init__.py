@@ -10,7 +10,16 @@
 
 from .backend import PageMajorBackend, page_major_backend, pm_ops_backend
 from .binding import Binding, bind
-from .engine_ops import Attend, Rotate, Store, register_attention_op, register_rotary_op, register_store_op
+from .engine_ops import (
+    Attend,
+    RmsNorm,
+    Rotate,
+    Store,
+    register_attention_op,
+    register_norm_op,
+    register_rotary_op,
+    register_store_op,
+)
 from .post_grad import RopeStorePass, register_fused_store
 from .report import Entry, RewriteError, RewriteReport
 
@@ -21,6 +30,7 @@ __all__ = [
     "PageMajorBackend",
     "RewriteError",
     "RewriteReport",
+    "RmsNorm",
     "RopeStorePass",
     "Rotate",
     "Store",
@@ -29,6 +39,7 @@ __all__ = [
     "pm_ops_backend",
     "register_attention_op",
     "register_fused_store",
+    "register_norm_op",
     "register_rotary_op",
     "register_store_op",
 ]

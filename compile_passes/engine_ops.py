@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .rewriter import Rewriter
 
 ENGINE_OPS: dict[Any, Callable[..., Any]] = {}
+NORM_OPS: dict[Any, Callable[..., RmsNorm | None]] = {}
 ROTARY_OPS: dict[Any, Callable[..., Rotate | None]] = {}
 
 
@@ -95,6 +96,26 @@ class Rotate:
     cos_sin: Tensor
     head_dim: int
     interleaved: bool = False
+
+
+@dataclass
+class RmsNorm:
+    """What a norm operator computes: ``x * rsqrt(mean(x * x, -1) + eps) * weight``, in ``x``'s dtype.
+
+    The fields are arguments of the operator as they came.
+    """
+
+    x: Any
+    weight: Any
+    eps: float
+
+
+def register_norm_op(op: Any, adapter: Callable[..., RmsNorm | None]) -> None:
+    """Let a fusion include an operator (overload, or all of a packet) that norms heads in front of their rotation.
+
+    The adapter is called with the operator's arguments, fx nodes for the tensors; None: with these it is another norm.
+    """
+    NORM_OPS.update(dict.fromkeys(_overloads(op), adapter))
 
 
 def register_rotary_op(op: Any, adapter: Callable[..., Rotate | None]) -> None:

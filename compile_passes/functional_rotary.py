@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from .emit import Emitter
 from .engine_ops import ROTARY_OPS, Rotate
-from .internals import WRAPPERS, auto_functionalized_v2, is_view, storage_key, unwrapped, written_names
+from .internals import WRAPPERS, auto_functionalized_v2, is_view, simplified, storage_key, symbolic, unwrapped, written_names
 from .rotary_ops import ROTATE, apart
 from .terms import aten
 
@@ -100,6 +100,11 @@ def _uses(
     if bases:
         turned = [(given[name].meta["val"], row) for name, row in rows.items()]
         for result, i in results:
+            whole = next((row for x, row in turned if _covers(x, result.meta["val"])), None)
+            if whole is not None:
+                with emit.before(result):
+                    found.append((_shaped(emit, whole, result.meta["val"]), result))
+                continue
             looked_at = _looked_at(emit, result, bases[i], turned, {})
             if looked_at is None:
                 return None
@@ -164,6 +169,8 @@ def _same_storage(value: Tensor, of: Node) -> bool:
 def _covers(x: Tensor, value: Tensor) -> bool:
     """Has a view of one base the elements of a view of another, in the same order?"""
     if x.dtype != value.dtype or x.storage_offset() != value.storage_offset():
+        return False
+    if simplified(symbolic(x.numel())) != simplified(symbolic(value.numel())):
         return False
     if x.dim() == 2 and value.dim() == 3:
         x, value = value, x

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from pm_ops.compile_passes import RopeStorePass, Rotate, register_fused_store, register_rotary_op
+from pm_ops.compile_passes import (
+    RmsNorm,
+    RopeStorePass,
+    Rotate,
+    register_fused_store,
+    register_norm_op,
+    register_rotary_op,
+)
 
 from .config import KEY, Settings
 
@@ -128,6 +135,7 @@ def _register() -> None:
     torch.library.register_fake("pm_ops_vllm::rope_store_kv", _rope_store_kv_fake, lib=LIBRARY)
     register_fused_store(store, torch.ops.pm_ops_vllm.rope_store_kv.default, _layer)
     register_rotary_op(torch.ops._C.rotary_embedding, _rotate)
+    register_norm_op(torch.ops.vllm_ir.rms_norm, _norm)
 
 
 def _rope_store_kv(
@@ -179,6 +187,11 @@ def _layer(store: Node) -> str:
     if isinstance(name, Node):
         name = getattr(name.meta.get("val"), "real_obj", name)
     return str(getattr(name, "value", name))
+
+
+def _norm(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> RmsNorm | None:
+    """vLLM's operator; it may also be without weights, or take the mean over a part."""
+    return None if weight is None or variance_size is not None else RmsNorm(x, weight, epsilon)
 
 
 def _rotate(

@@ -20,8 +20,16 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 
 import pm_ops
-from pm_ops.compile_passes import RewriteError, RopeStorePass, Rotate, register_fused_store, register_rotary_op
-from pm_ops.compile_passes.engine_ops import ROTARY_OPS
+from pm_ops.compile_passes import (
+    RewriteError,
+    RmsNorm,
+    RopeStorePass,
+    Rotate,
+    register_fused_store,
+    register_norm_op,
+    register_rotary_op,
+)
+from pm_ops.compile_passes.engine_ops import NORM_OPS, ROTARY_OPS
 from pm_ops.compile_passes.post_grad import FUSED_STORES
 
 HEADS, SLOTS, LAYERS, TOKENS = 2, 20, 2, 5
@@ -69,6 +77,12 @@ def _rotary(positions: Tensor, query: Tensor, key: Tensor, head: int, cache: Ten
         x.copy_(y.flatten(-2))
 
 
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    CALLS.append("norm")
+    y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ops() -> Iterator[Any]:
     """An engine's operators: layers by name, as vLLM's."""
@@ -80,7 +94,9 @@ def ops() -> Iterator[Any]:
         "rotary(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor cache, bool is_neox, "
         "int skip=0) -> ()"
     )
-    for name, impl in (("store", _store), ("fused", _fused), ("attend", _attend), ("rotary", _rotary)):
+    library.define("norm(Tensor x, Tensor? weight, float eps) -> Tensor")
+    impls = {"store": _store, "fused": _fused, "attend": _attend, "rotary": _rotary, "norm": _norm}
+    for name, impl in impls.items():
         library.impl(name, impl, "CPU")
     empty = lambda key, *a: key.new_empty(0)  # noqa: E731
     torch.library.register_fake("pm_test_engine::store", empty, lib=library)
@@ -91,7 +107,9 @@ def ops() -> Iterator[Any]:
     )
     for name in ("attend", "rotary"):
         torch.library.register_fake(f"pm_test_engine::{name}", lambda *a: None, lib=library)
+    torch.library.register_fake("pm_test_engine::norm", lambda x, *a: x.new_empty(x.shape), lib=library)
     engine = torch.ops.pm_test_engine
+    register_norm_op(engine.norm, lambda x, weight, eps: None if weight is None else RmsNorm(x, weight, eps))
     register_fused_store(engine.store, engine.fused.default, lambda n: f"layer {n.args[-1]}")
     register_rotary_op(
         engine.rotary,
@@ -100,9 +118,9 @@ def ops() -> Iterator[Any]:
         ),
     )
     yield engine
-    for op in (engine.store.default, engine.rotary.default):
-        FUSED_STORES.pop(op, None)
-        ROTARY_OPS.pop(op, None)
+    for known in (FUSED_STORES, NORM_OPS, ROTARY_OPS):
+        for op in (engine.store.default, engine.rotary.default, engine.norm.default):
+            known.pop(op, None)
     library._destroy()
 
 
@@ -220,6 +238,7 @@ def test_an_operator_that_rotates_in_place_goes_by_its_table_and_positions(
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_norm_in_front_of_the_operator_goes_into_the_store(version: int) -> None:
+    """Query and key are tensors of their own then, and the second version's bases as a whole."""
     table, (_, q_weight, k_weight) = FORMS["vllm_neox"].tensors[0], FORMS["qwen3"].tensors
 
     def body(layer: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, positions: Tensor, table: Tensor) -> None:
@@ -231,6 +250,29 @@ def test_a_norm_in_front_of_the_operator_goes_into_the_store(version: int) -> No
     compiled = Compiled(body, version)
     assert compiled.check(*inputs(), table) == ["fused"] * LAYERS
     assert "QK-norm" in str(compiled.rope.report)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_norm_operator_goes_into_the_store_where_it_is_the_norm_of_that(native: bool, caplog: Any) -> None:
+    """With weights; without, it stays, and so does the factor of a Gemma norm, which is computed for the weights."""
+    table, (_, q_weight, k_weight) = FORMS["vllm_neox"].tensors[0], FORMS["qwen3"].tensors
+
+    def body(weighted: bool) -> Body:
+        def layer_of(layer: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Tensor) -> None:
+            weights = (1.0 + q_weight, 1.0 + k_weight) if weighted else (None, None)
+            q, k = (
+                torch.ops.pm_test_engine.norm(x.unflatten(-1, (-1, DIM)), w, 1e-5).view(x.shape)
+                for x, w in zip((q, k), weights, strict=True)
+            )
+            (plain(FORMS["vllm_neox"].rotate) if native else in_place())(layer, q, k, v, out, *rest)
+
+        return layer_of
+
+    compiled = Compiled(body(True))
+    assert compiled.check(*inputs(), table) == ["fused"] * LAYERS and "QK-norm" in str(compiled.rope.report)
+    compiled = Compiled(body(False))
+    assert compiled.check(*inputs(), table) == ["norm", "norm", "fused"] * LAYERS
+    assert "QK-norm" not in str(compiled.rope.report)
 
 
 @pytest.mark.parametrize("version", [1, 2])
