@@ -21,7 +21,16 @@ from torch.fx import Graph, Node
 
 from .emit import Emitter
 from .engine_ops import ROTARY_OPS, Rotate
-from .internals import WRAPPERS, auto_functionalized_v2, is_view, simplified, storage_key, symbolic, unwrapped, written_names
+from .internals import (
+    WRAPPERS,
+    auto_functionalized_v2,
+    is_view,
+    simplified,
+    storage_key,
+    symbolic,
+    unwrapped,
+    written_names,
+)
 from .rotary_ops import ROTATE, apart
 from .terms import aten
 

@@ -75,8 +75,8 @@ class FuseRope(RopeStorePass):
     """The pass, with what it takes in the process that compiles."""
 
     remedy = (
-        'vLLM splits its graphs at the cache write: give it --compilation-config \'{"splitting_ops": []}\', or '
-        '\'{"use_inductor_graph_partition": true}\''
+        "vLLM splits its graphs at the cache write: give it --compilation-config '{\"splitting_ops\": []}', or "
+        "'{\"use_inductor_graph_partition\": true}'"
     )
 
     def __call__(self, graph: Graph) -> None:

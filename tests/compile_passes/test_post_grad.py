@@ -69,7 +69,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer: str, 
     out.copy_(query.flatten(1) * rows[0].sum() + rows[1].sum())
 
 
-def _rotary(positions: Tensor, query: Tensor, key: Tensor, head: int, cache: Tensor, is_neox: bool, skip: int = 0) -> None:
+def _rotary(
+    positions: Tensor, query: Tensor, key: Tensor, head: int, cache: Tensor, is_neox: bool, skip: int = 0
+) -> None:
     CALLS.append("rotary")
     rows = (query.unflatten(-1, (-1, head)), key.unflatten(-1, (-1, head)))
     turned = FORMS["vllm_neox" if is_neox else "vllm_gptj"].rotate(*rows, positions, cache)
