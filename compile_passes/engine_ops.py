@@ -90,10 +90,10 @@ class Rotate:
     ``pm_ops.rope_store_kv``'s.
     """
 
-    query: Tensor
-    key: Tensor
-    positions: Tensor
-    cos_sin: Tensor
+    query: Any
+    key: Any
+    positions: Any
+    cos_sin: Any
     head_dim: int
     interleaved: bool = False
 

@@ -7,8 +7,8 @@
 
 Query and key may be slices of one base, into which the first version's results are scattered again; the second version
 takes bases and gives new ones. What is looked at of a new base is the rotated query, the rotated key, or what lies
-beside both, which is the same in the old one; where it is anything else, it stays as it is. The wrapper stays in the graph anyway, until it is known whether the rotation can be fused: if not,
-:func:`put_back` gives it its uses again.
+beside both, which is the same in the old one; where it is anything else, it stays as it is. The wrapper stays in the
+graph anyway, until it is known whether the rotation can be fused: if not, :func:`put_back` gives it its uses again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _arguments(emit: Emitter, n: Node) -> tuple[dict[str, Any], list[Node]]:
 
 def _rotated(emit: Emitter, r: Rotate) -> tuple[Node, Node] | None:
     """The rotated query and key, ``[T, heads, head_dim]``; None for rows of another form."""
-    rows = []
+    rows: list[Node] = []
     for x in (r.query, r.key):
         if not isinstance(x, Node) or x.meta["val"].dim() not in (2, 3):
             return None
@@ -102,7 +102,7 @@ def _uses(
 ) -> list[tuple[Node, Node]] | None:
     """What takes the place of the wrapper's results; None if something else than rotated rows is needed of them."""
     names, first = written_names(n.args[0]), max(1, len(n.args[0]._schema.returns))  # type: ignore[union-attr]
-    results = [(n, n.args[1] - first) for n in n.users]  # type: ignore[operator]
+    results: list[tuple[Node, int]] = [(result, result.args[1] - first) for result in n.users]  # type: ignore[operator,misc]
     if set(names) - set(rows) or any(i < 0 for _, i in results):
         return None
     found: list[tuple[Node, Node]] = []
@@ -140,7 +140,7 @@ def _looked_at(
     """
     found: list[tuple[Node, Node]] = []
     for user in new.users:
-        value = user.meta.get("val")
+        value: Any = user.meta.get("val")
         if user.target is SCATTER and user.args[0] is new and user.args[1] in results:
             inner = _looked_at(emit, user, old, [*turned, (_region(user), results[user.args[1]])], results)  # type: ignore[index]
         elif not is_view(user.target) or (isinstance(value, Tensor) and not _same_storage(value, new)):
@@ -166,7 +166,7 @@ def _region(scatter: Node) -> Tensor:
     """Where in its result a ``slice_scatter`` puts rows."""
     value = scatter.meta["val"]
     with value.fake_mode:
-        return aten.slice.Tensor(value, *torch.fx.map_arg(scatter.args[2:], lambda a: a.meta["val"]))  # type: ignore[no-any-return]
+        return aten.slice.Tensor(value, *torch.fx.map_arg(scatter.args[2:], lambda a: a.meta["val"]))
 
 
 def _same_storage(value: Tensor, of: Node) -> bool:

@@ -194,11 +194,9 @@ class RopeStorePass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         """Equal where compiled code may be used again; None, which keeps Inductor from that, if ``before`` has none."""
-        other = ""
-        if self.before is not None:
-            other = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-            if other is None:
-                return None
+        other = "" if self.before is None else getattr(self.before, "uuid", lambda: None)()
+        if other is None:
+            return None
         found = hashlib.sha256(repr((self.geometry, self.strict, other)).encode())
         for op, to in sorted(FUSED_STORES.items(), key=lambda item: str(item[0])):
             found.update(f"{op._schema} {to.fused._schema}".encode())
@@ -219,7 +217,7 @@ def _fakes(graph: Graph) -> FakeTensorMode | None:
 
 
 def _refresh(graph: Graph, fakes: FakeTensorMode) -> None:
-    """Fake values for nodes that have none, as other passes may leave them, and for views of what has become another."""
+    """Fake values for nodes that have none, as other passes may leave them, and for views of what is another now."""
     with fakes:
         for n in graph.nodes:
             if n.op == "call_function" and ("val" not in n.meta or _is_stale(n)):

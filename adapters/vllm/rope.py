@@ -80,10 +80,12 @@ class FuseRope(RopeStorePass):
     )
 
     def __call__(self, graph: Graph) -> None:
+        """As :class:`RopeStorePass`, with vLLM's operators known."""
         _register()
         super().__call__(graph)
 
     def uuid(self) -> str | None:
+        """As :class:`RopeStorePass`, with vLLM's operators known."""
         _register()
         return super().uuid()
 

@@ -1,14 +1,14 @@
-"""A decode step of a whole model with rotation, QK-norm and cache write in one launch a layer, against the same without.
+"""A decode step of a whole model, with rotation, QK-norm and cache write in one launch a layer and without.
 
-    python examples/benchmarks/fused_decode.py --out fused_decode.json      # on a GPU of 80 GB or more
+    python examples/benchmarks/fused_decode.py --out fused_decode.json      # on a GPU of 140 GB
     python examples/benchmarks/fused_decode.py --layers 2 --hidden 256 --context 64 --batches 1,4 --inner eager
 
-Models have the shapes of Llama-3-8B and Qwen3-8B (with QK-norm) and random weights, a transformers-like rotation in bf16
-and layer-major caches; `page_major_backend` compiles them onto one pool of pages, once with and once without
-`fuse_rope`. Each is a process of its own; they compile at the same time and measure one after another. For each batch both
-steps are captured as CUDA graphs and replayed in turns: times are medians, the ratio is that of the medians. Launches
-are kernels of one call in torch's profiler. Before anything is timed, hidden states of both are compared, and the keys
-and values that they stored in the first layer, whose inputs are the same.
+Models have the shapes of Llama-3-8B and Qwen3-8B (with QK-norm) and random weights, a rotation in bf16 as transformers
+has it, and layer-major caches; `page_major_backend` compiles them onto one pool of pages, once with and once without
+`fuse_rope`. Each is a process of its own; they compile at the same time and measure one after another. For each batch
+both steps are captured as CUDA graphs and replayed in turns: times are medians, the ratio is that of the medians.
+Launches are kernels of one call in torch's profiler. Before anything is timed, hidden states of both are compared, and
+the keys and values that they stored in the first layer, whose inputs are the same.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Step:
 
 
 def compared(one: Step, other: Step, layers: int) -> dict[str, float]:
-    """How far two steps differ; raises if that is more than roundings to bf16, once instead of several times, explain."""
+    """How far two steps differ; raises if that is more than one rounding in place of several explains."""
     error = float((one.hidden - other.hidden).norm() / one.hidden.norm())
     key, value = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(one.rows, other.rows, strict=True))
     coarse = 2.0**-3 if one.pool.layout.planes[0].dtype.itemsize == 1 else 2.0**-7

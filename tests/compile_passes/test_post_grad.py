@@ -35,7 +35,8 @@ from pm_ops.compile_passes.post_grad import FUSED_STORES
 HEADS, SLOTS, LAYERS, TOKENS = 2, 20, 2, 5
 FUSED = (
     "fused(Tensor query, Tensor key, Tensor value, Tensor? positions, Tensor cos_sin, bool interleaved, Tensor? "
-    "q_weight, Tensor? k_weight, float eps, float weight_offset, bool return_key, str layer) -> (Tensor, Tensor, Tensor)"
+    "q_weight, Tensor? k_weight, float eps, float weight_offset, bool return_key, str layer) -> "
+    "(Tensor, Tensor, Tensor)"
 )
 POOL = pm_ops.PagePool(pm_ops.page_major(LAYERS, HEADS, DIM, 4, torch.float32), SLOTS // 4)
 CALLS: list[str] = []
