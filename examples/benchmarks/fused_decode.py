@@ -7,8 +7,8 @@ Models have the shapes of Llama-3-8B and Qwen3-8B (with QK-norm) and random weig
 has it, and layer-major caches; `page_major_backend` compiles them onto one pool of pages, once with and once without
 `fuse_rope`. Each is a process of its own; they compile at the same time and measure one after another. For each batch
 both steps are captured as CUDA graphs and replayed in turns: times are medians, the ratio is that of the medians.
-Launches are kernels of one call in torch's profiler. Before anything is timed, hidden states of both are compared, and
-the keys and values that they stored in the first layer, whose inputs are the same.
+Launches are kernels of one call in torch's profiler. Hidden states of both are compared, and the keys and values that
+they stored in the first layer, whose inputs are the same; the exit status is 1 where they differ too much.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Step:
             self.replay = self._captured().replay
 
     def _launches(self) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             self.run(*self.given)
             torch.cuda.synchronize()
         device = torch.autograd.DeviceType.CUDA
@@ -198,14 +198,16 @@ class Step:
         return float(begin.elapsed_time(end)) / times
 
 
-def compared(one: Step, other: Step, layers: int) -> dict[str, float]:
-    """How far two steps differ; raises if that is more than one rounding in place of several explains."""
+def compared(one: Step, other: Step, layers: int) -> dict[str, Any]:
+    """How far two steps differ, and whether one rounding in place of several explains that.
+
+    Keys of the first layer have the same inputs: they are an ulp apart. Behind all layers such differences have grown.
+    """
     error = float((one.hidden - other.hidden).norm() / one.hidden.norm())
     key, value = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(one.rows, other.rows, strict=True))
     coarse = 2.0**-3 if one.pool.layout.planes[0].dtype.itemsize == 1 else 2.0**-7
-    if (one.fused, other.fused) != (0, layers) or not (error < 0.03 and key <= coarse and value == 0):
-        raise RuntimeError(f"fused layers {one.fused} and {other.fused}; hidden {error}, keys {key}, values {value}")
-    return {"hidden_error": error, "key_error": key}
+    right = (one.fused, other.fused) == (0, layers) and error < 0.1 and key <= coarse and value == 0
+    return {"right": right, "fused_layers": other.fused, "hidden_error": error, "key_error": key, "value_error": value}
 
 
 @torch.no_grad()
@@ -298,8 +300,9 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['model']:20} batch {row['batch']:4}: {row['plain_ms']:8.3f} ms, fused {row['fused_ms']:8.3f} ms, "
         f"{row['ratio']:.3f} x; launches {row['plain_launches']} and {row['fused_launches']}"
+        f"{'' if row['right'] else '; WRONG: ' + str(row)}"
     )
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(not all(row["right"] for row in main()))
