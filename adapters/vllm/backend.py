@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .config import HOW, Settings
 from .layout import LayerCache, locate
-from .rope import RopeStore
+from .rope import RopeStore, register_operators
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """vLLM keeps these caches as uint8."""
@@ -121,6 +121,8 @@ class PageMajorImpl(RopeStore, AttentionImpl[PageMajorMetadata]):
         settings = Settings.of(get_current_vllm_config())
         if settings is None:
             raise ValueError(f"attention backend CUSTOM is pm_ops' here, and pm_ops was not asked for: {HOW}")
+        if settings.fuse_rope:
+            register_operators()  # compiled code that comes out of a cache calls them
         self.settings = settings
         self.num_heads = num_heads
         self.head_size = head_size

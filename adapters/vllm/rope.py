@@ -81,12 +81,12 @@ class FuseRope(RopeStorePass):
 
     def __call__(self, graph: Graph) -> None:
         """As :class:`RopeStorePass`, with vLLM's operators known."""
-        _register()
+        register_operators()
         super().__call__(graph)
 
     def uuid(self) -> str | None:
         """As :class:`RopeStorePass`, with vLLM's operators known."""
-        _register()
+        register_operators()
         return super().uuid()
 
 
@@ -119,7 +119,7 @@ def _geometry(config: Any, settings: Settings) -> str:
 
 
 @functools.cache
-def _register() -> None:
+def register_operators() -> None:
     """Define the operator that takes the cache write's place, and say what vLLM's own ones mean."""
     from vllm.model_executor.layers.attention import attention
     from vllm.platforms import current_platform
