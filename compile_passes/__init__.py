@@ -10,7 +10,17 @@
 
 from .backend import PageMajorBackend, page_major_backend, pm_ops_backend
 from .binding import Binding, bind
-from .engine_ops import Attend, Rotate, Store, register_attention_op, register_rotary_op, register_store_op
+from .engine_ops import (
+    Attend,
+    RmsNorm,
+    Rotate,
+    Store,
+    register_attention_op,
+    register_norm_op,
+    register_rotary_op,
+    register_store_op,
+)
+from .post_grad import RopeStorePass, register_fused_store
 from .report import Entry, RewriteError, RewriteReport
 
 __all__ = [
@@ -20,12 +30,16 @@ __all__ = [
     "PageMajorBackend",
     "RewriteError",
     "RewriteReport",
+    "RmsNorm",
+    "RopeStorePass",
     "Rotate",
     "Store",
     "bind",
     "page_major_backend",
     "pm_ops_backend",
     "register_attention_op",
+    "register_fused_store",
+    "register_norm_op",
     "register_rotary_op",
     "register_store_op",
 ]

@@ -20,10 +20,10 @@ from .trace import in_memory_order
 
 
 class Emitter:
-    """Writes into a graph, in front of one node."""
+    """Writes into a graph, in front of one node; ``cast`` is the graph's operator ``cast(x, dtype=...)``."""
 
-    def __init__(self, graph: Graph, fakes: FakeTensorMode) -> None:
-        self._graph, self._fakes = graph, fakes
+    def __init__(self, graph: Graph, fakes: FakeTensorMode, cast: Any = aten._to_copy.default) -> None:
+        self._graph, self._fakes, self._cast = graph, fakes, cast
         self._trace: Any = None
         self._tables: dict[Any, Node] = {}
 
@@ -59,7 +59,7 @@ class Emitter:
         n = self._permuted(n, [*ones, *(heads.index.index(along) for along in order), last])
         n = self._shaped(n, [-1, self._size(root, frame.head, heads), frame.dim])
         dtype = root.meta["val"].dtype
-        return n if n.meta["val"].dtype == dtype else self.call(aten._to_copy.default, n, dtype=dtype)
+        return n if n.meta["val"].dtype == dtype else self.call(self._cast, n, dtype=dtype)
 
     def table(self, key: Rotation) -> tuple[Node | None, Node]:
         """Positions and cos_sin, or without positions a row of this step's cosines and sines for every token.

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from .rewriter import Rewriter
 
 ENGINE_OPS: dict[Any, Callable[..., Any]] = {}
-ROTARY_OPS: dict[Any, Callable[..., Rotate]] = {}
+NORM_OPS: dict[Any, Callable[..., RmsNorm | None]] = {}
+ROTARY_OPS: dict[Any, Callable[..., Rotate | None]] = {}
 
 
 @dataclass
@@ -89,16 +90,40 @@ class Rotate:
     ``pm_ops.rope_store_kv``'s.
     """
 
-    query: Tensor
-    key: Tensor
-    positions: Tensor
-    cos_sin: Tensor
+    query: Any
+    key: Any
+    positions: Any
+    cos_sin: Any
     head_dim: int
     interleaved: bool = False
 
 
-def register_rotary_op(op: Any, adapter: Callable[..., Rotate]) -> None:
-    """Let ``fuse_rope`` fuse an operator (overload, or all of a packet) that rotates in place."""
+@dataclass
+class RmsNorm:
+    """What a norm operator computes: ``x * rsqrt(mean(x * x, -1) + eps) * weight``, in ``x``'s dtype.
+
+    The fields are arguments of the operator as they came.
+    """
+
+    x: Any
+    weight: Any
+    eps: float
+
+
+def register_norm_op(op: Any, adapter: Callable[..., RmsNorm | None]) -> None:
+    """Let a fusion include an operator (overload, or all of a packet) that norms heads in front of their rotation.
+
+    The adapter is called with the operator's arguments, fx nodes for the tensors; None: with these it is another norm.
+    """
+    NORM_OPS.update(dict.fromkeys(_overloads(op), adapter))
+
+
+def register_rotary_op(op: Any, adapter: Callable[..., Rotate | None]) -> None:
+    """Let a fusion include an operator (overload, or all of a packet) that rotates in place.
+
+    In a graph that Inductor compiles the adapter is called with the operator's arguments by name, and fx nodes for the
+    tensors. There it returns None for a call that does not rotate by the whole of ``cos_sin``, query and key alike.
+    """
     ROTARY_OPS.update(dict.fromkeys(_overloads(op), adapter))
 
 

@@ -21,6 +21,15 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._higher_order_ops.auto_functionalize import (
+    AliasViewInfo,
+    AsStridedViewInfo,
+    NotView,
+    SliceViewInfo,
+    auto_functionalized,
+    read_view_information_from_args,
+)
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2 as auto_functionalized_v2
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -28,6 +37,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_fal
 
 DataDependent = GuardOnDataDependentSymNode
 without_facades = torch._C.DisableTorchFunctionSubclass
+WRAPPERS = (auto_functionalized, auto_functionalized_v2)  # of operators that write in place, in functional graphs
 
 _LIBRARY = torch.library.Library("pm_ops_trace", "FRAGMENT")
 # What a facade records before every operation on it, and the backend takes out again: no other backend can run it.
@@ -216,7 +226,37 @@ def is_view(target: Any) -> bool:
 
 def is_mutable(target: Any) -> bool:
     """May an operator write to one of its inputs? Control flow and other higher-order operators may."""
-    return target._schema.is_mutable if is_operator(target) else isinstance(target, torch._ops.HigherOrderOperator)
+    if is_operator(target):
+        return bool(target._schema.is_mutable)
+    return isinstance(target, torch._ops.HigherOrderOperator) and target not in WRAPPERS
+
+
+def written_names(target: Any) -> list[str]:
+    """The names of the arguments that an operator writes to."""
+    return [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def unwrapped(target: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """What ``auto_functionalized_v2`` of an operator is given.
+
+    Returns the arguments that are not written, by name; for each written one its base's place among the bases, and the
+    operator and arguments that make a view of that, None for the base itself; and the bases.
+    """
+    given = dict(kwargs)
+    bases, names = given.pop("_all_bases"), written_names(target)
+    types = [a.type for a in target._schema.arguments if a.name in names]
+    views: dict[str, Any] = {}
+    for name, view in read_view_information_from_args(names, types, given, bases).items():
+        if isinstance(view, AsStridedViewInfo):
+            op, args = torch.ops.aten.as_strided.default, (view.size, view.stride, view.storage_offset)
+            views[name] = (view.base_index, op, args)
+        elif isinstance(view, SliceViewInfo):
+            views[name] = (view.base_index, torch.ops.aten.slice.Tensor, (view.dim, view.start, view.end))
+        elif isinstance(view, NotView | AliasViewInfo):
+            views[name] = (view.base_index, None, ())
+        else:
+            given[name] = None  # an optional one that is not there, or a list
+    return given, views, bases
 
 
 def asks_metadata(target: Any) -> bool:

@@ -31,7 +31,7 @@ from .report import Entry, form_of, user_line
 from .rotary_ops import ROTATE, Call, put_back
 from .rotation import Rotation, rotations
 from .rows import frames, moved, rows_of
-from .terms import Terms
+from .terms import CASTS, Terms
 
 aten = torch.ops.aten
 STORE, ROPE_STORE = torch.ops.pm_ops.store_kv.default, torch.ops.pm_ops.rope_store_kv.default
@@ -42,7 +42,7 @@ ROOTS = (
     aten.sub.Tensor,
     aten.cat.default,
     aten.stack.default,
-    aten._to_copy.default,
+    *CASTS,
     operator.getitem,
 )
 
@@ -53,9 +53,14 @@ class Unfused(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """A store to fuse: its arguments, the rotations, whether the rotated key has other uses, and what those move."""
+    """A store to fuse: its arguments, the rotations, whether the rotated key has other uses, and what those move.
+
+    ``fused`` is the operator that takes the store's place. By names it takes the store's arguments and
+    ``rope_store_kv``'s: query, positions, cos_sin and so on. It returns query, key, and what the store returned.
+    """
 
     store: Node
+    fused: Any
     given: dict[str, Any]
     query: Rotation
     key: Rotation
@@ -77,7 +82,7 @@ def fuse_rope_stores(gm: GraphModule, fakes: FakeTensorMode, pages: PageOps, rot
     for store, at in zip(stores, pages.stores, strict=True):
         entry = pages.entries[at[0]]
         try:
-            plan = planner.plan(store)
+            plan = planner.plan(store, ROPE_STORE)
         except Unfused as reason:
             if not _is_fill(store):
                 unfused.append(f"layer {entry.layer}: {reason}\n  in {entry.line}")
@@ -89,7 +94,7 @@ def fuse_rope_stores(gm: GraphModule, fakes: FakeTensorMode, pages: PageOps, rot
         pages.entries.append(Entry(entry.layer, ("query", "key"), "rotate", form, line, f"rope_store_kv, {plan.key}"))
     emitter = Emitter(gm.graph, fakes)
     for plan in plans:
-        _fuse(emitter, plan)
+        fuse(emitter, plan)
     emitter.erase_dead()
     put_back(emitter, [(n, calls[n]) for n in _calls(gm.graph, ROTATE)])
     emitter.erase_dead()
@@ -110,26 +115,29 @@ class Planner:
     """Finds what each store of a graph can be fused with."""
 
     def __init__(self, graph: Graph) -> None:
-        self._terms = Terms(graph)
-        self._roots = [n for n in graph.nodes if n.target in ROOTS and _dtype(n) in ROTATED]
+        self.terms = Terms(graph)
+        self.roots = [n for n in graph.nodes if n.target in ROOTS and _dtype(n) in ROTATED]
         self._taken: set[Node] = set()  # roots of the stores planned so far
         self._sources: set[Node] = set()  # what these are computed from
         self._needed = {n for n in graph.nodes if n.op == "output" or has_effect(n)}
 
-    def plan(self, store: Node) -> Plan:
-        """How to fuse a store; raises :class:`Unfused` where it cannot be."""
-        given: dict[str, Any] = {a.name: a.default_value for a in STORE._schema.arguments}
+    def plan(self, store: Node, fused: Any) -> Plan:
+        """How to fuse a store, whose operator takes ``key`` and ``value``; raises :class:`Unfused` where it cannot be.
+
+        Without a ``key_dtype`` it is not known what the store casts to, and only the whole of it may round.
+        """
+        given: dict[str, Any] = {a.name: a.default_value for a in store.target._schema.arguments}  # type: ignore[union-attr]
         given |= dict(zip(given, store.args, strict=False)) | store.kwargs
         if given["key"] is None or given["value"] is None:
             raise Unfused("K and V are stored apart: not in a row, or not to the same slots")
         reason = "its key is no rotary embedding that this pass knows, or is changed between rotation and store"
-        for root, scale, through in _key_roots(self._terms, given["key"], given["key_dtype"]):
+        for root, scale, through in _key_roots(self.terms, given["key"], given.get("key_dtype")):
             for frame in frames(root, given["key"], through):
-                for key in rotations(self._terms, root, frame):
+                for key in rotations(self.terms, root, frame):
                     alive = self._alive(store)
                     query = next(self._queries(store, key, alive), None)
                     if query is not None:
-                        plan = self._complete(Plan(store, given, query, key), scale, alive)
+                        plan = self._complete(Plan(store, fused, given, query, key), scale, alive)
                         self._taken |= {query.root, key.root}
                         self._sources |= {*query.sources, *key.sources}
                         return plan
@@ -139,20 +147,20 @@ class Planner:
     def _alive(self, store: Node) -> set[Node]:
         """The nodes that the graph needs without a store."""
         alive = self._needed - {store}
-        for n in reversed(self._terms.order):
-            if n not in alive and not alive.isdisjoint(n.users):
+        for n in reversed(self.terms.order):
+            if n is not store and n not in alive and not alive.isdisjoint(n.users):
                 alive.add(n)
-        return alive - {store}
+        return alive
 
     def _queries(self, store: Node, key: Rotation, alive: set[Node]) -> Iterator[Rotation]:
         """Rotations like the key's in front of the store, the nearest first."""
-        order, shape = self._terms.order, _sizes(key.root.meta["val"])
-        for n in reversed(self._roots):
+        order, shape = self.terms.order, _sizes(key.root.meta["val"])
+        for n in reversed(self.roots):
             if order[n] < order[store] and n is not key.root and n not in self._taken and n in alive:
                 sizes = _sizes(n.meta["val"])
                 heads = [d for d, (a, b) in enumerate(zip(sizes, shape, strict=False)) if a != b]
                 if len(sizes) == len(shape) and set(heads) <= {key.frame.head}:
-                    yield from (q for q in rotations(self._terms, n, key.frame) if q.kind == key.kind)
+                    yield from (q for q in rotations(self.terms, n, key.frame) if q.kind == key.kind)
 
     def _complete(self, plan: Plan, scale: Any, alive: set[Node]) -> Plan:
         """The plan with all that it takes to keep what the graph computes, or :class:`Unfused`."""
@@ -163,7 +171,7 @@ class Planner:
             if given["key_scale"] != 1.0 or given["key_scale_tensor"] is not None:
                 raise Unfused("its key is quantised twice, in the graph and by the store")
             given["key_scale_tensor" if isinstance(scale, Node) else "key_scale"] = scale
-        later, order = [], self._terms.order
+        later, order = [], self.terms.order
         depend: set[Node] = set(roots)
         for n in list(order)[min(order[r] for r in roots) : order[plan.store]]:
             if n not in depend and not depend.isdisjoint(n.all_input_nodes):
@@ -177,12 +185,12 @@ class Planner:
             raise Unfused("its query or key is rotated once more, or is not whole before the store")
         for n in later:
             near = (n, *n.all_input_nodes)
-            if has_effect(n) or given["buffer"] in near or any(map(self._is_written, near)):
+            if has_effect(n) or given.get("buffer") in near or any(map(self._is_written, near)):
                 raise Unfused(f"its rotated query or key is used before the store, in\n  {user_line(n)}")
         return replace(plan, given=given, later=tuple(later), return_key=plan.key.root in alive)
 
     def _is_written(self, n: Any) -> bool:
-        return isinstance(n, Node) and isinstance(n.meta.get("val"), Tensor) and self._terms.is_written(n)
+        return isinstance(n, Node) and isinstance(n.meta.get("val"), Tensor) and self.terms.is_written(n)
 
 
 def _dtype(n: Node) -> torch.dtype | None:
@@ -193,13 +201,13 @@ def _sizes(x: Tensor) -> list[Any]:
     return [simplified(symbolic(size)) for size in x.shape]
 
 
-def _key_roots(terms: Terms, rows: Node, stored: torch.dtype) -> Iterator[tuple[Node, Any, frozenset[Node]]]:
+def _key_roots(terms: Terms, rows: Node, stored: torch.dtype | None) -> Iterator[tuple[Node, Any, frozenset[Node]]]:
     """Where a stored key may have been rotated: the node, the scale of a quantisation behind it, and what is between.
 
     The store casts too, in the same way, and quantises: what does so in the graph goes into it.
     """
     n, scale, through = terms.owner(rows), None, set[Node]()
-    if n.target is aten._to_copy.default and n.meta["val"].dtype in FP8 and n.meta["val"].dtype == stored:
+    if n.target in CASTS and n.meta["val"].dtype in FP8 and n.meta["val"].dtype == stored:
         clamped = terms.owner(n.args[0])  # type: ignore[arg-type]
         limit = torch.finfo(n.meta["val"].dtype).max
         if clamped.target is not aten.clamp.default or tuple(clamped.args[1:]) != (-limit, limit):
@@ -215,7 +223,7 @@ def _key_roots(terms: Terms, rows: Node, stored: torch.dtype) -> Iterator[tuple[
             yield n, scale, frozenset(through)
         elif n.target is not aten.clone.default:
             return
-        if n.target not in (aten.clone.default, aten._to_copy.default):
+        if n.target not in (aten.clone.default, *CASTS):
             return
         before = n.args[0].meta["val"].dtype  # type: ignore[union-attr]
         if before != dtype and not exact(before, dtype) and dtype != stored:
@@ -235,7 +243,7 @@ def _is_scale(x: Any, of: Node) -> bool:
     return isinstance(x, float | int) and limits.tiny <= x <= limits.max
 
 
-def _fuse(emit: Emitter, plan: Plan) -> None:
+def fuse(emit: Emitter, plan: Plan) -> None:
     """Put the fused operator in the store's place, and its results in the rotations'."""
     store, given, query, key = plan.store, plan.given, plan.query, plan.key
     with emit.before(store):
@@ -245,12 +253,15 @@ def _fuse(emit: Emitter, plan: Plan) -> None:
         if query.norm is not None and key.norm is not None:
             rows |= {"q_weight": query.norm.weight, "k_weight": key.norm.weight}
             rows |= {"eps": key.norm.eps, "weight_offset": key.norm.offset}
-        named = {**given, **rows}
-        arguments = ROPE_STORE._schema.arguments
-        fused = emit.call(ROPE_STORE, *(named.get(a.name, a.default_value) for a in arguments))
+        defaults = {a.name: a.default_value for a in ROPE_STORE._schema.arguments}
+        named = {**defaults, **given, **rows}
+        fused = emit.call(plan.fused, *(named[a.name] for a in plan.fused._schema.arguments))
         last = fused
         for i, rotation in enumerate((query, key) if plan.return_key else (query,)):
             last = _replace(emit, rotation, emit.item(fused, i))
+        if store.users:
+            last = emit.item(fused, 2)
+            store.replace_all_uses_with(last)
     for n in plan.later:
         last.append(n)
         last = n

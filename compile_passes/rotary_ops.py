@@ -52,6 +52,8 @@ def rotate(rw: Rewriter, n: Node) -> bool:
     """Record a functional rotation for an operator that rotates in place, unless something else would see that."""
     args, kwargs = rw.fetch_args_kwargs_from_env(n)
     r = ROTARY_OPS[n.target](*args, **kwargs)
+    if r is None:
+        return False
     sources = {name: getattr(r, name) for name in ("query", "key", "positions", "cos_sin")}
     names = [next((name for name, t in sources.items() if t is a), a) for a in args]
     nodes = [next((m for m in n.all_input_nodes if rw.env[m] is t), None) for t in (r.query, r.key)]
@@ -83,7 +85,7 @@ def _is_seen(n: Node, written: Node, nodes: list[Node | None]) -> bool:
             for source in earlier.intersection(m.all_input_nodes).difference(nodes):
                 value = m.meta.get("val") if m.target is operator.getitem else source.meta.get("val")
                 values = value if isinstance(value, list | tuple) else [value]
-                if any(isinstance(v, Tensor) and _shares(v, x) and not _apart(v, x) for v in values):
+                if any(isinstance(v, Tensor) and _shares(v, x) and not apart(v, x) for v in values):
                     return True
     return False
 
@@ -92,7 +94,7 @@ def _shares(a: Any, b: Tensor) -> bool:
     return isinstance(a, Tensor) and storage_key(a) == storage_key(b)
 
 
-def _apart(a: Tensor, b: Tensor) -> bool:
+def apart(a: Tensor, b: Tensor) -> bool:
     """Are these different columns of one matrix?"""
     spans = []
     for x in (a, b):

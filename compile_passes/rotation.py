@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -30,7 +30,7 @@ from .internals import simplified, symbolic
 from .norm import Norm, is_square, normed
 from .precision import as_fine, exact, uncast, widened
 from .rotary_ops import ROTATE
-from .terms import Term, Terms
+from .terms import CASTS, Term, Terms
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,14 @@ def _by_operator(terms: Terms, root: Node, frame: Frame) -> Iterator[Rotation]:
     if not isinstance(call, Node) or call.target is not ROTATE:
         return
     *rows, positions, cos_sin, interleaved = call.args
-    index = frame.index(root, Affine.of(Axis("lane", frame.dim)))
+    lane = Affine.of(Axis("lane", frame.dim))
+    index = frame.index(root, lane)
     if index is not None:
         x, table = Heads(rows[result], index), (positions, cos_sin)  # type: ignore[index,arg-type]
         rotary_dim = cos_sin.meta["val"].shape[1]  # type: ignore[union-attr]
         found = Rotation(root, frame, x, None, None, rotary_dim, bool(interleaved), table=table)  # type: ignore[arg-type]
-        if not any(map(terms.is_written, found.sources)):
-            yield found
+        normed = _with_norm(terms, found, [lane], frame.outer(root))
+        yield from (r for r in (normed, found) if r is not None and not any(map(terms.is_written, r.sources)))
 
 
 def _rotary_dims(terms: Terms, root: Node, dim: int) -> Iterator[int]:
@@ -200,7 +201,7 @@ def _rotary_dims(terms: Terms, root: Node, dim: int) -> Iterator[int]:
     if dim % 2 == 0 and dim > 2:
         yield dim
     n = terms.owner(root)
-    while n.target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+    while n.target in (torch.ops.aten.clone.default, *CASTS):
         n = terms.owner(n.args[0])  # type: ignore[arg-type]
     if n.target is torch.ops.aten.cat.default:
         part = n.args[0][0].meta["val"]  # type: ignore[index,union-attr]
@@ -294,6 +295,4 @@ def _with_norm(terms: Terms, found: Rotation, lanes: Sequence[Affine], outer: fr
         if norm != Norm(node, eps, offset) or terms.is_written(node):
             return None
     assert inner is not None
-    return Rotation(
-        found.root, found.frame, inner, found.cos, found.sin, found.rotary_dim, found.interleaved, norm
-    )  # fmt: skip
+    return replace(found, x=inner, norm=norm)

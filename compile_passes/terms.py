@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .affine import Affine, Axis, Index, address, mean_axis, place
+from .engine_ops import NORM_OPS
 from .internals import (
     alike,
     is_mutable,
@@ -31,6 +32,7 @@ from .internals import (
 )
 
 aten = torch.ops.aten
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 DEPTH = 64  # of terms: those of a rotation have a third of that, those of a residual stream as many as the model
 
 
@@ -141,7 +143,7 @@ class Terms:
         """The term that a node makes of the elements it reads; None for a leaf."""
         if n.target in (aten.clone.default, aten.lift_fresh_copy.default):
             return self.at(n.args[0], index, n)
-        if n.target is aten._to_copy.default:
+        if n.target in CASTS:
             return self._cast(n, index, owner, where)
         if n.target is aten.cat.default:
             return self._joined(n, index, owner, where)
@@ -152,6 +154,8 @@ class Terms:
             return self._part(n.args[0][at.const], rest, n, owner, where) if known else None
         if n.target is aten.mean.dim and not n.kwargs:
             return self._mean(n, index, owner, where)
+        if n.target in NORM_OPS:
+            return self._norm(n, index, owner, where)
         if is_pointwise(n.target) and not n.kwargs:
             args = [self._read(a, index, n) for a in n.args]
             if all(isinstance(a, Term | int | float | None) or _is_number(a) for a in args):
@@ -167,7 +171,7 @@ class Terms:
         return self.at(argument, [Affine() if n == 1 else i for n, i in zip(shape, own, strict=True)], reader)
 
     def _cast(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
-        """``_to_copy(x, dtype=...)``: a cast, or a copy."""
+        """``_to_copy(x, dtype=...)``, Inductor's ``convert_element_type(x, dtype)``: a cast, or a copy."""
         before, after = n.args[0].meta["val"], owner.meta["val"]
         if before.device != after.device:
             return None
@@ -202,6 +206,21 @@ class Terms:
         along = Affine.of(mean_axis(symbolic(source.meta["val"].shape[dim])))
         inner = (*index[:dim], along, *index[dim + 1 if keeps else dim :])
         return self._op("mean", [self.at(source, inner, n)], owner, where, without=along.axes)
+
+    def _norm(self, n: Any, index: Index, owner: Node, where: Affine) -> Term | None:
+        """An engine's norm operator, as the operations that it stands for."""
+        norm = NORM_OPS[n.target](*n.args, **n.kwargs)
+        if norm is None:
+            return None
+        along = Affine.of(mean_axis(symbolic(norm.x.meta["val"].shape[-1])))
+        x, others = self.at(norm.x, index, n), self.at(norm.x, (*index[:-1], along), n)
+
+        def op(name: str, *args: Any, without: frozenset[Axis] = frozenset()) -> Term:
+            return self._op(name, args, owner, where, without)
+
+        mean = op("mean", op("mul", others, others), without=along.axes)
+        scaled = op("mul", x, op("rsqrt", op("add", mean, norm.eps)))
+        return op("mul", scaled, self.at(norm.weight, index[-1:], n))
 
     def _op(
         self, op: str, args: Sequence[Any], owner: Node, where: Affine, without: frozenset[Axis] = frozenset()

@@ -26,6 +26,7 @@ from pm_ops.ops.attention import FA3_QUERIES, AttentionOut
 from .config import HOW, Settings
 from .layout import LayerCache, locate
 from .packed import PackedViews
+from .rope import RopeStore, register_operators
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """vLLM keeps these caches as uint8."""
@@ -134,7 +135,7 @@ class PageMajorMetadataBuilder(AttentionMetadataBuilder[PageMajorMetadata]):
         return self.build(0, step)
 
 
-class PageMajorImpl(AttentionImpl[PageMajorMetadata]):
+class PageMajorImpl(RopeStore, AttentionImpl[PageMajorMetadata]):
     """One layer's cache writes and attention."""
 
     def __init__(
@@ -154,6 +155,8 @@ class PageMajorImpl(AttentionImpl[PageMajorMetadata]):
         settings = Settings.of(get_current_vllm_config())
         if settings is None:
             raise ValueError(f"attention backend CUSTOM is pm_ops' here, and pm_ops was not asked for: {HOW}")
+        if settings.fuse_rope:
+            register_operators()  # compiled code that comes out of a cache calls them
         self.settings = settings
         self.num_heads = num_heads
         self.head_size = head_size

@@ -33,21 +33,25 @@ class Settings:
         hybrid_blocks: of models with state layers. ``"aligned"``: vLLM makes attention blocks as large as a layer's
             state, many hundred tokens. ``"small"``: they stay at the block size that was asked for, and several layers
             share a block; prefixes are found in smaller steps, and short sequences waste less.
+        fuse_rope: rotary embedding, QK-norm and cache write of a layer in one launch, see
+            :mod:`pm_ops.adapters.vllm.rope`. ``True`` warns of layers that stay as they are, ``"strict"`` stops there.
     """
 
     layout: str = "page_major"
     impl: str = "auto"
     hybrid_blocks: str = "aligned"
+    fuse_rope: bool | str = False
 
     def __post_init__(self) -> None:
         for name, supported in (
             ("layout", LAYOUTS),
             ("impl", IMPLEMENTATIONS),
             ("hybrid_blocks", ("aligned", "small")),
+            ("fuse_rope", (False, True, "strict")),
         ):
             value = getattr(self, name)
             if value not in supported:
-                raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(supported)}")
+                raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(map(str, supported))}")
 
     @property
     def engine_layout(self) -> str:

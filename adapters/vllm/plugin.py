@@ -11,7 +11,7 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
-from . import hooks, packed
+from . import hooks, packed, rope
 from .config import HOW, KEY, Settings, write_environment
 
 OWN_CONNECTORS = {
@@ -44,6 +44,7 @@ def register() -> None:
             packed.refuse_connector(self.kv_transfer_config)
         _refuse_connectors(self, settings)  # vLLM chooses one itself where kv_offloading_size is given
         _choose_worker(self, settings)
+        rope.add_pass(self, settings)
 
     post_init.pm_ops_original = original  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = post_init

