@@ -10,7 +10,7 @@ from . import ops
 from .allocator import PageAllocator
 from .descriptors import count_layer_major, page_descriptors, page_regions, pair_descriptors
 from .disk import load_pages, save_pages
-from .formats import hicache, page_major, token_major, vllm
+from .formats import hicache, page_major, state_page, token_major, vllm
 from .functional import (
     attention,
     attention_impl,
@@ -53,6 +53,7 @@ __all__ = [
     "pair_descriptors",
     "rope_store_kv",
     "save_pages",
+    "state_page",
     "store_kv",
     "token_major",
     "vllm",

@@ -1,0 +1,182 @@
+"""selective_scan_prefill: Mamba-2 over whole sequences, CHUNK tokens at a time, with the state in registers.
+
+A program has BLOCK_P rows of one head's state of one sequence and goes through its chunks in order, so that states are
+read from the pool once and written to it once, and none is kept in between. Within a chunk everything is a product of
+matrices: with `a` the running sum of `dt * A`,
+
+    out[i] = sum_{j <= i} (C[i] . B[j]) exp(a[i] - a[j]) dt[j] x[j] + exp(a[i]) C[i] . state.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import TRITON_DTYPE, cdiv, next_power_of_2
+from .launch import launch
+from .selective import silu, step_size
+
+if TYPE_CHECKING:
+    from ..ops.selective import SelectiveScanPrefill
+
+_CHUNK, _BLOCK_P = 64, 64
+
+
+@triton.jit(do_not_specialize=["num_tokens", "batch", "num_pages"])
+def _selective_scan_prefill(
+    buffer,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    out,
+    query_start,
+    state_indices,
+    has_initial_state,
+    x_at,  # strides of (token, head, dim)
+    dt_at,  # (token, head)
+    B_at,  # (token, group, dim)
+    C_at,
+    z_at,
+    num_tokens: tl.int64,
+    batch,
+    num_pages: tl.int64,
+    offset: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    dt_min,
+    dt_max,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    ROW: tl.constexpr = x.dtype.element_ty
+    b = tl.program_id(0) // (HEADS * blocks)  # `batch` stands for the padding rows behind the last sequence
+    h = tl.program_id(0).to(tl.int64) // blocks % HEADS
+    p = tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
+    s = tl.arange(0, BLOCK_S)
+    i = tl.arange(0, CHUNK)
+    in_head = p < HEAD_DIM
+    in_state = s < STATE_DIM
+    start = tl.load(query_start + b).to(tl.int64)
+    stop = tl.load(query_start + b + 1, mask=b < batch, other=0).to(tl.int64)
+    stop = tl.where(b < batch, stop, num_tokens)
+    if start == stop:
+        return
+    page = tl.load(state_indices + b, mask=b < batch, other=-1).to(tl.int64)
+    out += h * HEAD_DIM + p[None, :]
+    if (page < 0) | (page >= num_pages):
+        for first in range(start, stop, CHUNK):
+            t = first + i
+            to = out + t[:, None] * (HEADS * HEAD_DIM)
+            tl.store(to, tl.zeros([CHUNK, BLOCK_P], ROW), mask=(t < stop)[:, None] & in_head[None, :])
+        return
+
+    cell = (buffer + (offset + page * page_stride + h * head_stride)).to(tl.pointer_type(DTYPE))
+    cell += p[:, None] * STATE_DIM + s[None, :]
+    mask = in_head[:, None] & in_state[None, :]
+    state = tl.zeros([BLOCK_P, BLOCK_S], tl.float32)
+    if has_initial_state is not None:
+        initial = tl.load(has_initial_state + b) != 0
+        state += tl.load(cell, mask=mask & initial, other=0.0).to(tl.float32)
+    rate = tl.load(A + h).to(tl.float32)
+    bias = 0.0
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + h).to(tl.float32)
+    skip = 0.0
+    if D is not None:
+        skip = tl.load(D + h).to(tl.float32)
+    x += h * x_at[1] + p[None, :] * x_at[2]
+    dt += h * dt_at[1]
+    B += h // GROUP * B_at[1] + s[None, :] * B_at[2]
+    C += h // GROUP * C_at[1] + s[None, :] * C_at[2]
+    if z is not None:
+        z += h * z_at[1] + p[None, :] * z_at[2]
+    tl.debug_barrier()
+
+    for first in range(start, stop, CHUNK):
+        t = first + i
+        exists = t < stop
+        here = exists[:, None] & in_head[None, :]
+        step = step_size(tl.load(dt + t * dt_at[0], mask=exists, other=0.0), bias, SOFTPLUS, dt_min, dt_max)
+        step = tl.where(exists, step, 0.0)  # rows past the end neither decay nor add
+        a = tl.cumsum(step * rate, 0)
+        end = tl.sum(step * rate, 0)
+        rows = tl.load(x + t[:, None] * x_at[0], mask=here, other=0.0)
+        key = tl.load(B + t[:, None] * B_at[0], mask=exists[:, None] & in_state[None, :], other=0.0).to(ROW)
+        query = tl.load(C + t[:, None] * C_at[0], mask=exists[:, None] & in_state[None, :], other=0.0).to(ROW)
+
+        earlier = i[:, None] >= i[None, :]
+        weight = tl.exp(tl.where(earlier, a[:, None] - a[None, :], float("-inf"))) * step[None, :]
+        weight *= tl.dot(query, tl.trans(key), input_precision="ieee")
+        y = tl.dot(query, tl.trans(state).to(ROW), input_precision="ieee") * tl.exp(a)[:, None]
+        y = tl.dot(weight.to(ROW), rows, y, input_precision="ieee")
+        y += skip * rows.to(tl.float32)
+        if z is not None:
+            y *= silu(tl.load(z + t[:, None] * z_at[0], mask=here, other=0.0).to(tl.float32))
+        tl.store(out + t[:, None] * (HEADS * HEAD_DIM), y.to(ROW), mask=here)
+
+        added = (key.to(tl.float32) * (tl.exp(end - a) * step)[:, None]).to(ROW)
+        state = tl.dot(tl.trans(rows), added, state * tl.exp(end), input_precision="ieee")
+    tl.store(cell, state.to(DTYPE), mask=mask)
+
+
+def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
+    """`pm_ops::selective_scan_prefill` in one launch."""
+    out = a.x.new_empty(a.x.shape)
+    if out.numel() == 0:
+        return out
+    tokens, heads, head_dim = a.x.shape
+    groups, state_dim = a.B.shape[-2:]
+    batch = a.state_indices.shape[0]
+    block_p = min(_BLOCK_P, max(16, next_power_of_2(head_dim)))
+    launch(
+        _selective_scan_prefill,
+        ((batch + 1) * heads * cdiv(head_dim, block_p),),
+        a.buffer,
+        a.x,
+        a.dt,
+        a.A.contiguous(),
+        a.B,
+        a.C,
+        None if a.D is None else a.D.contiguous(),
+        a.z,
+        None if a.dt_bias is None else a.dt_bias.contiguous(),
+        out,
+        a.query_start.contiguous(),
+        a.state_indices.contiguous(),
+        None if a.has_initial_state is None else a.has_initial_state.contiguous(),
+        *(None if rows is None else tuple(rows.stride()) for rows in (a.x, a.dt, a.B, a.C, a.z)),
+        tokens,
+        batch,
+        a.state_plane[4],
+        *(a.state_plane[i] for i in (0, 1, 3)),
+        a.dt_min,
+        math.inf if a.dt_max is None else a.dt_max,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        STATE_DIM=state_dim,
+        GROUP=heads // groups,
+        SOFTPLUS=a.dt_softplus,
+        DTYPE=TRITON_DTYPE[a.state_dtype],
+        CHUNK=_CHUNK,
+        BLOCK_P=block_p,
+        BLOCK_S=max(16, next_power_of_2(state_dim)),
+        num_warps=4 if state_dim <= 128 else 8,
+    )
+    return out
