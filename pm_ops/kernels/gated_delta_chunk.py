@@ -1,0 +1,141 @@
+"""The part of gated_delta_prefill that needs no state: each chunk of 64 tokens on its own, all of them at a time.
+
+Within a chunk let c be the running sum of the decays (as powers of two) and A the strictly lower triangle of
+
+    A[i, j] = beta[i] * 2^(c[i] - c[j]) * (k[i] · k[j])
+
+Then a chunk that begins with the state S changes it by the keys times the rows of U - W S, where
+
+    T = (I + A)^-1,    U = T (beta * v),    W = T (beta * 2^c * k)
+
+so that tokens follow one another only from chunk to chunk. Differences of c are taken before the exponential and only
+where they are at most 0: nothing overflows, however strong the decay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import find_sequence
+from .gated_delta import L2_EPS, decays, rates
+
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def chunk_of(query_start, slot, batch, num_tokens):
+    """The sequence of a chunk's slot, its first token, that of the chunk, and the tokens from there to the end.
+
+    There are none where the slot is one too many, or past the last sequence. Sequence b's chunks begin at slot
+    `query_start[b] // 64 + b`.
+    """
+    b = find_sequence(query_start, slot, batch, CHUNK)
+    start = tl.load(query_start + b).to(tl.int64)
+    stop = tl.load(query_start + b + 1, mask=b < batch, other=0).to(tl.int64)
+    first = start + (slot - start // CHUNK - b).to(tl.int64) * CHUNK
+    return b, first, tl.minimum(stop, num_tokens) - first
+
+
+@triton.jit
+def load_rows(x, first, row, exists, stride, d, dim_stride, DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows `first + row` of one head, [rows, elements]; zeros where they or their elements do not exist."""
+    at = row.to(tl.int64)[:, None] * stride + d.to(tl.int64)[None, :] * dim_stride
+    mask = exists[:, None] & (d < DIM)[None, :]
+    return tl.load(x + first * stride + at, mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit
+def unit_lower_inverse(a, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a [64, 64] in fp32.
+
+    The blocks of 16 on the diagonal are inverted exactly, row by row, since powers of a whole triangle may be as large
+    as 10^18 where keys are alike. With D of these, and N what is left of a, I + a is D^-1 (I + D N), and (D N)^4 is 0.
+    """
+    b = tl.arange(0, 4)
+    r = tl.arange(0, 16)
+    diagonal = b[:, None, None, None] == b[None, None, :, None]
+    blocks = tl.sum(tl.where(diagonal, tl.reshape(a, [4, 16, 4, 16]), 0.0), 2)
+    x = tl.broadcast_to(tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :], [4, 16, 16])
+    for i in range(1, 16):
+        here = (r == i)[None, :, None]
+        row = tl.sum(tl.where(here, blocks, 0.0), 1)
+        x -= tl.where(here, tl.sum(row[:, :, None] * x, 1)[:, None, :], 0.0)
+    d = tl.reshape(tl.where(diagonal, x[:, :, None, :], 0.0), [64, 64])
+    i = tl.arange(0, 64)
+    n = tl.where((i // 16)[:, None] > (i // 16)[None, :], a, 0.0)
+    m = tl.dot(d, n, input_precision=PRECISION)
+    square = tl.dot(m, m, input_precision=PRECISION)
+    series = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - m + square - tl.dot(m, square, input_precision=PRECISION)
+    return tl.dot(series, d, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "batch"])
+def _gated_delta_chunks(
+    key,
+    value,
+    g,
+    beta,
+    query_start,
+    a_log,
+    dt_bias,
+    decay_sums,
+    key_norms,
+    w,
+    u,
+    num_tokens: tl.int64,
+    batch,
+    key_strides,
+    value_strides,
+    g_strides,
+    beta_strides,
+    L2_NORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    h = tl.program_id(0)
+    _, first, count = chunk_of(query_start, tl.program_id(1), batch, num_tokens)
+    if count <= 0:
+        return
+    i = tl.arange(0, CHUNK)
+    exists = i < count
+    at = (first + i) * HEADS + h
+
+    x = tl.load(g + (first + i) * g_strides[0] + h * g_strides[1], mask=exists, other=0.0)
+    c = tl.cumsum(tl.where(exists, decays(x, h, a_log, dt_bias), 0.0), 0)
+    rate = rates(tl.load(beta + (first + i) * beta_strides[0] + h * beta_strides[1], mask=exists, other=0.0), a_log)
+    rate = tl.where(exists, rate, 0.0)
+    tl.store(decay_sums + at, c, mask=exists)
+
+    d = tl.arange(0, KEY_BLOCK)
+    k = load_rows(
+        key + h // GROUP * key_strides[1], first, i, exists, key_strides[0], d, key_strides[2], KEY_DIM, DTYPE
+    )
+    a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * rate[:, None]
+    before = i[:, None] > i[None, :]
+    a *= tl.exp2(tl.where(before, c[:, None] - c[None, :], 0.0))
+    if L2_NORM:
+        norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+        tl.store(key_norms + at, norm, mask=exists)
+        a *= norm[:, None] * norm[None, :]
+    t = unit_lower_inverse(tl.where(before, a, 0.0), PRECISION)
+
+    t *= rate[None, :]
+    for start in tl.static_range(0, VALUE_DIM, VALUE_BLOCK):
+        e = start + tl.arange(0, VALUE_BLOCK)
+        v = load_rows(
+            value + h * value_strides[1], first, i, exists, value_strides[0], e, value_strides[2], VALUE_DIM, DTYPE
+        )
+        product = tl.dot(t.to(DTYPE), v, input_precision=PRECISION)
+        tl.store(u + at[:, None] * VALUE_DIM + e[None, :], product.to(DTYPE), mask=exists[:, None] & (e < VALUE_DIM))
+    t *= tl.exp2(c)[None, :]
+    if L2_NORM:
+        t *= norm[None, :]
+    product = tl.dot(t.to(DTYPE), k, input_precision=PRECISION)
+    tl.store(w + at[:, None] * KEY_DIM + d[None, :], product.to(DTYPE), mask=exists[:, None] & (d < KEY_DIM))
