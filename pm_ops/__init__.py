@@ -26,6 +26,7 @@ from .nixl import NixlPages
 from .page_store import PageStore
 from .pool import PagePool
 from .repack import RepackPlan
+from .state import conv1d_prefill, conv1d_update, selective_scan_prefill, selective_state_update
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,8 @@ __all__ = [
     "RepackPlan",
     "attention",
     "attention_impl",
+    "conv1d_prefill",
+    "conv1d_update",
     "count_layer_major",
     "hicache",
     "load_kv",
@@ -53,6 +56,8 @@ __all__ = [
     "pair_descriptors",
     "rope_store_kv",
     "save_pages",
+    "selective_scan_prefill",
+    "selective_state_update",
     "state_page",
     "store_kv",
     "token_major",

@@ -9,12 +9,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pm_ops.ops import attention, merge, pages, repack, rope, store
+from pm_ops.ops import attention, conv, merge, pages, repack, rope, selective, store
 from pm_ops.testing import sample_inputs
 
 MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots", "repack_pages"]
+CONV = ["conv1d_update", "conv1d_prefill"]
+SELECTIVE = ["selective_state_update", "selective_scan_prefill"]
+MUTATING += CONV + SELECTIVE
 READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
-RETURNING = [*READING, "rope_store_kv"]
+RETURNING = [*READING, "rope_store_kv", *CONV, *SELECTIVE]
 
 
 def op_of(name):
@@ -93,6 +96,8 @@ GRAD_INPUTS = {
     "load_kv": ["scale_tensor"],
     "attention": ["query", "sinks", "alibi_slopes", "bias", *SCALES],
     "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
+    **dict.fromkeys(CONV, ["x", "weight", "bias"]),
+    **dict.fromkeys(SELECTIVE, ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"]),
 }
 
 
@@ -118,6 +123,7 @@ def test_an_input_that_needs_a_gradient_is_refused(name, argument, fake):
 def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
     """The dispatcher drops arguments that equal the schema's default, so that a drift would be silent."""
     modules = {"store_kv": store, "load_kv": store, "rope_store_kv": rope, "attention": attention}
+    modules |= {**dict.fromkeys(CONV, conv), **dict.fromkeys(SELECTIVE, selective)}
     module = {**modules, "merge_attention": merge, "repack_pages": repack}.get(name, pages)
     cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
     fields = dataclasses.fields(cls)
