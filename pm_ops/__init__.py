@@ -19,6 +19,7 @@ from .functional import (
     rope_store_kv,
     store_kv,
 )
+from .gated_delta import gated_delta_prefill, gated_delta_update
 from .header import PageHeader
 from .host import HostPool
 from .layout import PageLayout, Plane
@@ -45,6 +46,8 @@ __all__ = [
     "conv1d_prefill",
     "conv1d_update",
     "count_layer_major",
+    "gated_delta_prefill",
+    "gated_delta_update",
     "hicache",
     "load_kv",
     "load_pages",

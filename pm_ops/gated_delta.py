@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .explain import explained
-from .layout import Plane
 from .pool import PagePool
+from .state import StatePlane, state_plane
 
 
 @explained
@@ -52,7 +52,7 @@ def gated_delta_update(
         ValueError: shapes, dtypes or devices do not fit; on CPU also a page out of range or named twice.
         RuntimeError: an input requires grad.
     """
-    plane = _state_plane(pool, layer, kind, value, key, value_first)
+    plane = _plane(pool, layer, kind, value, key, value_first)
     return torch.ops.pm_ops.gated_delta_update.default(
         pool.buffer,
         query,
@@ -61,7 +61,7 @@ def gated_delta_update(
         g,
         beta,
         state_indices,
-        pool.geometry(layer, kind),
+        plane.geometry,
         plane.dtype,
         key.shape[-1] ** -0.5 if scale is None else scale,
         l2_norm,
@@ -109,7 +109,7 @@ def gated_delta_prefill(
         ValueError: shapes, dtypes or devices do not fit; on CPU also lengths or pages out of range, or a page twice.
         RuntimeError: an input requires grad.
     """
-    plane = _state_plane(pool, layer, kind, value, key, value_first)
+    plane = _plane(pool, layer, kind, value, key, value_first)
     return torch.ops.pm_ops.gated_delta_prefill.default(
         pool.buffer,
         query,
@@ -119,7 +119,7 @@ def gated_delta_prefill(
         beta,
         query_start,
         state_indices,
-        pool.geometry(layer, kind),
+        plane.geometry,
         plane.dtype,
         key.shape[-1] ** -0.5 if scale is None else scale,
         l2_norm,
@@ -130,15 +130,14 @@ def gated_delta_prefill(
     )
 
 
-def _state_plane(pool: PagePool, layer: int, kind: str, value: Tensor, key: Tensor, value_first: bool) -> Plane:
-    """The layer's plane of states, which holds states of these heads and dims."""
-    plane, _ = pool._located(layer, kind)
-    heads, dims = value.shape[-2], (value.shape[-1], key.shape[-1])
-    wanted = (heads, *(dims if value_first else dims[::-1]))
-    if plane.token_stride is not None or plane.shape != wanted:
-        have = "tokens" if plane.token_stride is not None else f"states {plane.shape}"
+def _plane(pool: PagePool, layer: int, kind: str, value: Tensor, key: Tensor, value_first: bool) -> StatePlane:
+    """The layer's plane, which holds states of these heads and dims."""
+    plane = state_plane(pool, layer, kind)
+    dims = (value.shape[-1], key.shape[-1])
+    wanted = (value.shape[-2], *(dims if value_first else dims[::-1]))
+    if plane.shape != wanted:
         raise ValueError(
-            f"layer {layer} holds {have} in plane {kind!r}; value {list(value.shape)} and key {list(key.shape)} with "
-            f"value_first={value_first} need states {wanted}"
+            f"value {list(value.shape)} and key {list(key.shape)} with value_first={value_first} make states of "
+            f"{list(wanted)}; plane {kind!r} of layer {layer} is {list(plane.shape)}"
         )
     return plane

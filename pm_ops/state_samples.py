@@ -1,4 +1,4 @@
-"""Sample inputs of the operators over convolution and Mamba-2 states, for :func:`pm_ops.testing.sample_inputs`."""
+"""Sample inputs of the operators over states, for :func:`pm_ops.testing.sample_inputs`."""
 
 from __future__ import annotations
 
@@ -117,10 +117,35 @@ def _selective_scan_prefill(device: str) -> Iterator[Sample]:
         yield (pool.buffer, *rows, start, pages, *_plane(pool, "ssm")), {**options, "has_initial_state": known}
 
 
+def _gated(leading: tuple[int, ...], device: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    query, key = (_wide((*leading, _GROUPS, _STATE_DIM), device, dtype) for _ in range(2))
+    value = _wide((*leading, _HEADS, _HEAD_DIM), device, dtype)
+    g, beta = -_randn((*leading, _HEADS), device).abs(), _randn((*leading, _HEADS), device, dtype)
+    gates = {"a_log": _randn((_HEADS,), device), "dt_bias": _randn((_HEADS,), device, dtype)}
+    return [query, key, value, g, beta], {"l2_norm": True, **gates}
+
+
+def _gated_delta_update(device: str) -> Iterator[Sample]:
+    for dtype, leading, pages, accepted in _updates(device):
+        pool = _pool(dtype, device)
+        rows, options = _gated(leading, device, dtype)
+        yield (pool.buffer, *rows, pages, *_plane(pool, "ssm"), 0.4), {**options, "num_accepted": accepted}
+        yield (pool.buffer, *rows, pages, *_plane(pool, "ssm"), 0.4), {}
+
+
+def _gated_delta_prefill(device: str) -> Iterator[Sample]:
+    for dtype, count, start, pages, known in _prefills(device):
+        pool = _pool(dtype, device)
+        rows, options = _gated((count,), device, dtype)
+        yield (pool.buffer, *rows, start, pages, *_plane(pool, "ssm"), 0.4), {**options, "has_initial_state": known}
+
+
 STATE_SAMPLES: dict[str, Callable[[str], Iterator[Sample]]] = {
     "conv1d_update": _conv1d_update,
     "conv1d_prefill": _conv1d_prefill,
     "selective_state_update": _selective_state_update,
     "selective_scan_prefill": _selective_scan_prefill,
+    "gated_delta_update": _gated_delta_update,
+    "gated_delta_prefill": _gated_delta_prefill,
 }
 """By operator; each takes the device."""

@@ -120,7 +120,7 @@ def _gated_delta_update(
     if ONE_TOKEN:
         tokens = 1
     row = out + (n * tokens * HEADS + h) * VALUE_DIM + v
-    for t in range(0, tokens):
+    for t in range(tokens):
         q = tl.load(query, mask=k < KEY_DIM, other=0.0).to(tl.float32)
         kk = tl.load(key, mask=k < KEY_DIM, other=0.0).to(tl.float32)
         x = tl.load(value, mask=v < VALUE_DIM, other=0.0).to(tl.float32)

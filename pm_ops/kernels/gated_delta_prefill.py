@@ -1,7 +1,7 @@
 """gated_delta_prefill: chunks of 64 tokens, in three launches.
 
 1. `_gated_delta_chunks`: what of a chunk does not depend on the state, see there.
-2. `_gated_delta_states`: from chunk to chunk. A program holds a block of columns of one value head's state, [key, value],
+2. `_gated_delta_states`: from chunk to chunk. A program holds columns of one value head's state, [key, value],
    from the page to the page; the state that each chunk begins with is kept for
 3. `_gated_delta_outputs`: the chunks' results, again all of them at a time.
 """
@@ -83,7 +83,7 @@ def _gated_delta_states(
     w += h * KEY_DIM
     u += h * VALUE_DIM
     states += ((start // CHUNK + b) * HEADS + h) * (KEY_DIM * VALUE_DIM)
-    for chunk in range(0, tl.cdiv(count, CHUNK).to(tl.int32)):
+    for chunk in range(tl.cdiv(count, CHUNK).to(tl.int32)):
         first = start + chunk * CHUNK
         exists = i < start + count - first
         tl.store(states + k[:, None] * VALUE_DIM + v[None, :], state.to(DTYPE), mask=inside)

@@ -96,9 +96,9 @@ class GatedDeltaPrefill:
     whose result is 0. ``query [T, Hk, K]``, ``value [T, Hv, V]`` and ``g [T, Hv]`` and all others as in
     :class:`GatedDeltaUpdate`; ``has_initial_state`` as in :mod:`pm_ops.ops._state`.
 
-    On CUDA tokens are taken 64 at a time. Sums are in float32; products are of inputs of the dtype that query, key and
-    value have, if it is one of 16 bits, and of float32 in three products of TF32 if not. A decay ``exp(g)`` of less than
-    2^-64 counts as 2^-64, in an update too.
+    On CUDA tokens are taken 64 at a time. Sums are in float32; factors are rounded to the dtype of query, key and value
+    if all have the same one of 16 bits, and are float32 (as products of three TF32 numbers) if not. A decay ``exp(g)``
+    below 2^-64 counts as 2^-64, in an update too.
     """
 
     buffer: Tensor
@@ -150,11 +150,11 @@ def _check(op: str, a: GatedDeltaUpdate | GatedDeltaPrefill) -> None:
     require_rows("a_log", a.a_log, (heads,), device)
     require_rows("dt_bias", a.dt_bias, (heads,), device)
     require(
-        key_heads >= 1 and heads >= 1 and heads % key_heads == 0,
+        (key_heads >= 1) & (heads >= 1) & (heads % torch.sym_max(key_heads, 1) == 0),
         lambda: f"value has {heads} heads, key {key_heads}: the former must be a multiple of the latter",
     )
     require(
-        1 <= key_dim <= LARGEST_DIM and 1 <= value_dim <= LARGEST_DIM,
+        (key_dim >= 1) & (key_dim <= LARGEST_DIM) & (value_dim >= 1) & (value_dim <= LARGEST_DIM),
         lambda: f"key and value dims are {key_dim} and {value_dim}; supported are 1 to {LARGEST_DIM}",
     )
     require_state_plane("state", a.buffer.shape[0], a.state_plane, _state_shape(a), a.state_dtype)
@@ -202,7 +202,7 @@ def _update(a: GatedDeltaUpdate) -> Tensor:
     tokens, states = inputs[0].shape[1], _states(a)
     source, target = update_pages(a.state_indices, a.num_accepted, tokens)
     live = source >= 0
-    state, out = states[source[live]].float(), torch.zeros_like(inputs[2])
+    state, out = states[source[live]].float(), inputs[2].new_zeros(inputs[2].shape)
     for t in range(tokens):
         state, out[live, t] = _step(state, *(x[live, t] for x in inputs))
         page = target[live, t]
@@ -212,7 +212,7 @@ def _update(a: GatedDeltaUpdate) -> Tensor:
 
 def _prefill(a: GatedDeltaPrefill) -> Tensor:
     inputs, states = _inputs(a), _states(a)
-    out, starts = torch.zeros_like(inputs[2]), a.query_start.tolist()
+    out, starts = inputs[2].new_zeros(inputs[2].shape), a.query_start.tolist()
     for b, page in enumerate(a.state_indices.tolist()):
         if page < 0 or starts[b] == starts[b + 1]:
             continue

@@ -18,6 +18,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import torch
+from gated_delta_cases import prefill_case, update_case
 from kernels.cases import TOLERANCE, attention_case, moved_with_strides
 from kernels.test_rope import rope_case
 from state_cases import conv_prefill, conv_update, ssm_prefill, ssm_update
@@ -28,6 +29,8 @@ import pm_ops
 from pm_ops.kernels import attention_hopper
 from pm_ops.kernels.attention import attention
 from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
+from pm_ops.kernels.gated_delta import gated_delta_update
+from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.kernels.merge import merge_attention
 from pm_ops.kernels.padding import zero_padding
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
@@ -251,11 +254,21 @@ def states() -> None:
         check(selective_scan_prefill, ssm_prefill([1, 65, 0, 63, 130, 64], **options), tolerance)
 
 
+def gated_delta() -> None:
+    """One token and several, a state a token; sequences that end around chunks, none, and padding; both orders."""
+    for dtype, dims in ((F32, (12, 20)), (F16, (64, 96)), (BF16, (128, 128))):
+        for first in (True, False):
+            options: dict[str, Any] = dict(dtypes=(dtype,) * 5, dims=dims, value_first=first)
+            check(gated_delta_update, update_case(3, raw=first, **options), TOLERANCE[dtype])
+            check(gated_delta_update, update_case(3, 3, each=True, index=torch.int64, **options), TOLERANCE[dtype])
+            check(gated_delta_prefill, prefill_case([1, 4, 65, 0, 64, 63], raw=first, **options), TOLERANCE[dtype])
+
+
 GROUPS: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
         rows_to_slots_and_back, rotations, attentions, attentions_on_hopper, merges_and_padding, whole_pages, tokens,
-        pages_to_the_host, states,
+        pages_to_the_host, states, gated_delta,
     )
 }  # fmt: skip
 

@@ -138,6 +138,7 @@ def launch_every_kernel() -> None:
         table = torch.zeros(3, 6).long()
         repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, table, 15, 4, 4, *regions, *dtypes))
     launch_every_state_kernel()
+    launch_every_gated_delta_kernel()
 
 
 def launch_every_state_kernel() -> None:
@@ -159,6 +160,22 @@ def launch_every_state_kernel() -> None:
         selective_state_update(ssm_update(2, **options))
         selective_state_update(ssm_update(2, 3, per_token=True, gate=False, **options))
         selective_scan_prefill(ssm_prefill([3, 2], **options))
+
+
+def launch_every_gated_delta_kernel() -> None:
+    import torch
+    from gated_delta_cases import prefill_case, update_case
+
+    from pm_ops.kernels.gated_delta import gated_delta_update
+    from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
+
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    for dtype, state, dims in ((f32, f32, (12, 20)), (bf16, f32, (128, 128)), (f16, bf16, (80, 256))):
+        options = {"dtypes": (dtype,) * 5, "state_dtype": state, "dims": dims, "raw": dtype == bf16}
+        gated_delta_update(update_case(2, **options))
+        gated_delta_update(update_case(2, 3, each=True, l2_norm=False, value_first=False, **options))
+        gated_delta_prefill(prefill_case([3, 2], **options))
+        gated_delta_prefill(prefill_case([3], initial=False, l2_norm=False, value_first=False, **options))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:

@@ -21,7 +21,6 @@ from state_cases import BF16, F16, F32, copied
 from torch import Tensor
 
 from pm_ops.kernels.gated_delta import gated_delta_update
-from pm_ops.kernels.gated_delta_chunk import unit_lower_inverse
 from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.ops.gated_delta import GatedDeltaUpdate
 from pm_ops.testing import writes_only
