@@ -84,6 +84,8 @@ def _mamba(leading: tuple[int, ...], heads: tuple[int, int], dims: tuple[int, in
     (h, g), (p, s) = heads, dims
     shapes = [(*leading, h, p), (*leading, h), (h,), (*leading, g, s), (*leading, g, s)]
     x, dt, A, B, C = (_rows(shape, dtype if i != 2 else F32) for i, shape in enumerate(shapes))
+    for rows in (B, C):
+        rows.div_(s**0.25)  # so that outputs are about as large as x
     return [x, dt, -A.abs(), B, C]
 
 
