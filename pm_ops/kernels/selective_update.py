@@ -1,4 +1,4 @@
-"""selective_state_update: one or a few tokens of Mamba-2 a sequence, which is as fast as states can be read and written.
+"""selective_state_update: a token or a few of Mamba-2 for each sequence, as fast as states are read and written.
 
 A program has BLOCK_P rows of one head's state, and its tokens one after another. Strides come as tuples.
 """

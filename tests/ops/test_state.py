@@ -111,7 +111,9 @@ def test_after_a_rejected_token_the_next_step_goes_on_from_the_last_accepted_one
     torch.testing.assert_close(call(after), expected)
 
 
-@pytest.mark.parametrize("make", [conv_update, ssm_update, lambda n: conv_prefill([1] * n), lambda n: ssm_prefill([1] * n)])
+@pytest.mark.parametrize(
+    "make", [conv_update, ssm_update, lambda n: conv_prefill([1] * n), lambda n: ssm_prefill([1] * n)]
+)
 def test_only_the_states_that_are_named_are_read(make):
     """The rest of the pool is NaN."""
     case = make(4)
@@ -189,10 +191,14 @@ def test_a_pool_and_a_layer_stand_for_the_plane():
         torch.testing.assert_close(pm_ops.selective_state_update(pool, 3, *token, other)[0], first[t])
     torch.testing.assert_close(pool.view(3, "ssm")[1], pool.view(3, "ssm")[2])
     assert not pool.view(0, "ssm").any() and not pool.view(3, "ssm")[0].any()
-    with pytest.raises(ValueError, match=r"filters \[6, 3\] make states of \[6, 2\]; plane 'conv' of layer 3 is \[6, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"filters \[6, 3\] make states of \[6, 2\]; plane 'conv' of layer 3 is \[6, 3\]"
+    ):
         pm_ops.conv1d_update(pool, 3, x, weight[:, 1:], page)
     with pytest.raises(ValueError, match=r"make states of \[2, 4, 4\]; plane 'ssm' of layer 3 is \[2, 4, 5\]"):
-        pm_ops.selective_state_update(pool, 3, *(r[:1] for r in rows[:2]), rows[2], *(r[:1, :, 1:] for r in rows[3:]), page)
+        pm_ops.selective_state_update(
+            pool, 3, *(r[:1] for r in rows[:2]), rows[2], *(r[:1, :, 1:] for r in rows[3:]), page
+        )
     with pytest.raises(ValueError, match="no plane 'conv' of layer 1"):
         pm_ops.conv1d_update(pool, 1, x, weight, page)
     with pytest.raises(ValueError, match="has a row for each token"):
