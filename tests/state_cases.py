@@ -58,12 +58,14 @@ def conv_update(
     index_dtype: torch.dtype = torch.int32,
 ) -> Conv1dUpdate:  # fmt: skip
     pages = 2 + batch * (tokens or 1)
+    leading = (batch,) if tokens is None else (batch, tokens)
     pool = state_pool((dim, width - 1), state_dtype, pages)
     index = _indices(batch, tokens if per_token else None, pages, skip, index_dtype)
+    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None
+    rows, weight, taps = _rows((*leading, dim), dtype), torch.randn(dim, width).to(dtype), torch.randn(dim).to(dtype)
+    plane = pool.geometry(1, "state")
     return Conv1dUpdate(
-        pool.buffer, _rows((batch, *([] if tokens is None else [tokens]), dim), dtype), torch.randn(dim, width).to(dtype),
-        index, pool.geometry(1, "state"), state_dtype, torch.randn(dim).to(dtype) if bias else None, silu,
-        torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None,
+        pool.buffer, rows, weight, index, plane, state_dtype, taps if bias else None, silu, accepted
     )  # fmt: skip
 
 

@@ -44,13 +44,14 @@ class VLLMMamba(Implementation):
     def state(self, work: StateWork, layout: str) -> Bound:
         """The kernel for the call's operator."""
         call: Any = work.calls[layout]
-        bind = {
+        binders: dict[type, Any] = {
             Conv1dUpdate: self._bind_conv_update,
             Conv1dPrefill: self._bind_conv,
             SelectiveStateUpdate: self._bind_update,
             SelectiveScanPrefill: self._bind_scan,
-        }[type(call)]
-        return bind(call, work.states(layout))
+        }
+        bound: Bound = binders[type(call)](call, work.states(layout))
+        return bound
 
     def _bind_conv_update(self, a: Conv1dUpdate, states: Tensor) -> Bound:
         out = torch.empty_like(a.x)

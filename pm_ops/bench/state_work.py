@@ -76,13 +76,13 @@ def conv_work(shape: ConvShape, device: torch.device, fill: bool = True) -> Stat
     s = shape
     x = torch.randn(s.batch * max(s.tokens, 1), s.dim, dtype=s.dtype, device=device)
     rest = (torch.randn(s.dim, s.width, dtype=s.dtype, device=device),)
-    options = dict(bias=torch.randn(s.dim, dtype=s.dtype, device=device), silu=True)
-    tail = (_pages(s.batch, device), [], s.dtype)
+    options: dict[str, Any] = dict(bias=torch.randn(s.dim, dtype=s.dtype, device=device), silu=True)
+    tail: Any = (_pages(s.batch, device), [], s.dtype)
     call: Any
     if s.tokens:
-        call = Conv1dPrefill(x, x, *rest, _starts(s.batch, s.tokens, device), *tail, **options)  # type: ignore[arg-type]
+        call = Conv1dPrefill(x, x, *rest, _starts(s.batch, s.tokens, device), *tail, **options)
     else:
-        call = Conv1dUpdate(x, x, *rest, *tail, **options)  # type: ignore[arg-type]
+        call = Conv1dUpdate(x, x, *rest, *tail, **options)
     return StateWork(call, (s.dim, s.width - 1), s.layers, fill)
 
 
@@ -96,14 +96,14 @@ def mamba_work(shape: MambaShape, device: torch.device, fill: bool = True) -> St
     A = -torch.rand(s.heads, device=device) - 0.5
     B, C = torch.randn(2, rows, s.groups, s.state_dim, dtype=s.dtype, device=device) / s.state_dim**0.25
     D, dt_bias = torch.randn(2, s.heads, device=device)
-    options = dict(D=D, dt_bias=dt_bias, dt_softplus=True)
-    tail = (_pages(s.batch, device), [], s.state_dtype)
+    options: dict[str, Any] = dict(D=D, dt_bias=dt_bias, dt_softplus=True)
+    tail: Any = (_pages(s.batch, device), [], s.state_dtype)
     call: Any
     if s.tokens:
         start = _starts(s.batch, s.tokens, device)
-        call = SelectiveScanPrefill(x, x, dt, A, B, C, start, *tail, **options)  # type: ignore[arg-type]
+        call = SelectiveScanPrefill(x, x, dt, A, B, C, start, *tail, **options)
     else:
-        call = SelectiveStateUpdate(x, x, dt, A, B, C, *tail, **options)  # type: ignore[arg-type]
+        call = SelectiveStateUpdate(x, x, dt, A, B, C, *tail, **options)
     return StateWork(call, (s.heads, s.head_dim, s.state_dim), s.layers, fill)
 
 

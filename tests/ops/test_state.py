@@ -137,7 +137,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a page that is not there": (conv_update, {"state_indices": torch.tensor([0, 1, 5])}, "has 5, but there are 5"),
     "a page twice": (conv_update, {"state_indices": torch.tensor([3, 1, 3])}, "names 3 twice"),
     "accepted": (conv_update, {"num_accepted": torch.tensor([1, 1, 1])}, "num_accepted needs state_indices"),
-    "heads and groups": (ssm_update, {"B": torch.zeros(3, 3, 20), "C": torch.zeros(3, 3, 20)}, "4 heads cannot share 3"),
+    "heads and groups": (ssm_update, dict.fromkeys("BC", torch.zeros(3, 3, 20)), "4 heads cannot share 3"),
     "B and C": (ssm_update, {"C": torch.zeros(3, 2, 19)}, r"C is \[3, 2, 19\]; it must be \[3, 2, 20\]"),
     "dt of a dim": (ssm_update, {"dt": torch.zeros(3, 4, 12)}, r"dt must be \[3, 4\]"),
     "A of a dim": (ssm_update, {"A": torch.zeros(4, 12)}, r"A must be \[4\]"),
