@@ -21,6 +21,7 @@ from .functional import (
 )
 from .header import PageHeader
 from .host import HostPool
+from .hybrid import HybridPool, TwoEndedPool
 from .layout import PageLayout, Plane
 from .nixl import NixlPages
 from .page_store import PageStore
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HostPool",
+    "HybridPool",
     "NixlPages",
     "PageAllocator",
     "PageHeader",
@@ -40,6 +42,7 @@ __all__ = [
     "PageStore",
     "Plane",
     "RepackPlan",
+    "TwoEndedPool",
     "attention",
     "attention_impl",
     "conv1d_prefill",
