@@ -22,6 +22,7 @@ from .functional import (
 from .gated_delta import gated_delta_prefill, gated_delta_update
 from .header import PageHeader
 from .host import HostPool
+from .hybrid import HybridPool, TwoEndedPool
 from .layout import PageLayout, Plane
 from .nixl import NixlPages
 from .page_store import PageStore
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HostPool",
+    "HybridPool",
     "NixlPages",
     "PageAllocator",
     "PageHeader",
@@ -41,6 +43,7 @@ __all__ = [
     "PageStore",
     "Plane",
     "RepackPlan",
+    "TwoEndedPool",
     "attention",
     "attention_impl",
     "conv1d_prefill",

@@ -34,7 +34,9 @@ def state_plane(pool: PagePool, layer: int, kind: str) -> StatePlane:
 
 def _require_shape(plane: StatePlane, layer: int, kind: str, wanted: tuple[int, ...], what: str) -> None:
     if plane.shape != wanted:
-        raise ValueError(f"{what} make states of {list(wanted)}; plane {kind!r} of layer {layer} is {list(plane.shape)}")
+        raise ValueError(
+            f"{what} make states of {list(wanted)}; plane {kind!r} of layer {layer} is {list(plane.shape)}"
+        )
 
 
 @explained

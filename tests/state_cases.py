@@ -58,12 +58,14 @@ def conv_update(
     index_dtype: torch.dtype = torch.int32,
 ) -> Conv1dUpdate:  # fmt: skip
     pages = 2 + batch * (tokens or 1)
+    leading = (batch,) if tokens is None else (batch, tokens)
     pool = state_pool((dim, width - 1), state_dtype, pages)
     index = _indices(batch, tokens if per_token else None, pages, skip, index_dtype)
+    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None
+    rows, weight, taps = _rows((*leading, dim), dtype), torch.randn(dim, width).to(dtype), torch.randn(dim).to(dtype)
+    plane = pool.geometry(1, "state")
     return Conv1dUpdate(
-        pool.buffer, _rows((batch, *([] if tokens is None else [tokens]), dim), dtype), torch.randn(dim, width).to(dtype),
-        index, pool.geometry(1, "state"), state_dtype, torch.randn(dim).to(dtype) if bias else None, silu,
-        torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None,
+        pool.buffer, rows, weight, index, plane, state_dtype, taps if bias else None, silu, accepted
     )  # fmt: skip
 
 
@@ -84,6 +86,8 @@ def _mamba(leading: tuple[int, ...], heads: tuple[int, int], dims: tuple[int, in
     (h, g), (p, s) = heads, dims
     shapes = [(*leading, h, p), (*leading, h), (h,), (*leading, g, s), (*leading, g, s)]
     x, dt, A, B, C = (_rows(shape, dtype if i != 2 else F32) for i, shape in enumerate(shapes))
+    for rows in (B, C):
+        rows.div_(s**0.25)  # so that outputs are about as large as x
     return [x, dt, -A.abs(), B, C]
 
 

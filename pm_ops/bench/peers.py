@@ -14,6 +14,7 @@ from .peer_fa3 import FA3
 from .peer_flashinfer import FlashInfer
 from .peer_sglang import SGLang, SGLangOneLaunch
 from .peer_vllm import VLLM
+from .peer_vllm_mamba import VLLMMamba
 from .peer_vllm_swap import VLLMSwap, VLLMSwapTriton
 from .transfer_torch import TorchStaged
 
@@ -26,6 +27,7 @@ FACTORIES: dict[str, Factory] = {
     "fa3": lambda folder, device: _gpu(device, lambda: FA3(folder)),
     "flashinfer": lambda folder, device: _gpu(device, FlashInfer),
     "vllm": lambda folder, device: _gpu(device, lambda: VLLM(folder)),
+    "vllm_mamba": lambda folder, device: _gpu(device, lambda: VLLMMamba(folder)),
     "vllm_swap": lambda folder, device: _gpu(device, lambda: VLLMSwap(folder)),
     "vllm_swap_triton": lambda folder, device: _gpu(device, lambda: VLLMSwapTriton(folder)),
     "sglang": lambda folder, device: _gpu(device, lambda: SGLang(folder)),

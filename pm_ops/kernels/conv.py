@@ -19,7 +19,7 @@ from .selective import first_page, silu
 if TYPE_CHECKING:
     from ..ops.conv import Conv1dPrefill, Conv1dUpdate
 
-_TOKENS, _CHANNELS = 32, 128  # of a block of a prefill
+_TOKENS, _CHANNELS, _WARPS = 16, 128, 4  # of a block of a prefill
 
 
 @triton.jit
@@ -266,6 +266,6 @@ def conv1d_prefill(a: Conv1dPrefill) -> Tensor:
         DTYPE=TRITON_DTYPE[a.state_dtype],
         ROWS=_TOKENS,
         BLOCK=block,
-        num_warps=4,
+        num_warps=_WARPS,
     )
     return out

@@ -17,6 +17,7 @@ def first_page(state_indices, num_accepted, n, TOKENS: tl.constexpr):
 
 @triton.jit
 def silu(y):
+    """y times its sigmoid."""
     return y / (1 + tl.exp(-y))
 
 

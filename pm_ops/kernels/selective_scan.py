@@ -23,7 +23,7 @@ from .selective import silu, step_size
 if TYPE_CHECKING:
     from ..ops.selective import SelectiveScanPrefill
 
-_CHUNK, _BLOCK_P = 64, 64
+_CHUNK, _BLOCK_P, _WARPS, _STAGES = 64, 64, 8, 2
 
 
 @triton.jit(do_not_specialize=["num_tokens", "batch", "num_pages"])
@@ -79,12 +79,13 @@ def _selective_scan_prefill(
     if start == stop:
         return
     page = tl.load(state_indices + b, mask=b < batch, other=-1).to(tl.int64)
-    out += h * HEAD_DIM + p[None, :]
+    out += (start * HEADS + h) * HEAD_DIM
+    here = i[:, None] * (HEADS * HEAD_DIM) + p[None, :]
     if (page < 0) | (page >= num_pages):
-        for first in range(start, stop, CHUNK):
-            t = first + i
-            to = out + t[:, None] * (HEADS * HEAD_DIM)
-            tl.store(to, tl.zeros([CHUNK, BLOCK_P], ROW), mask=(t < stop)[:, None] & in_head[None, :])
+        for first in range(0, stop - start, CHUNK):
+            exists = (i < stop - start - first)[:, None] & in_head[None, :]
+            tl.store(out + here, tl.zeros([CHUNK, BLOCK_P], ROW), mask=exists)
+            out += CHUNK * HEADS * HEAD_DIM
         return
 
     cell = (buffer + (offset + page * page_stride + h * head_stride)).to(tl.pointer_type(DTYPE))
@@ -101,25 +102,27 @@ def _selective_scan_prefill(
     skip = 0.0
     if D is not None:
         skip = tl.load(D + h).to(tl.float32)
-    x += h * x_at[1] + p[None, :] * x_at[2]
-    dt += h * dt_at[1]
-    B += h // GROUP * B_at[1] + s[None, :] * B_at[2]
-    C += h // GROUP * C_at[1] + s[None, :] * C_at[2]
+    # Addresses are scalars that move on chunk by chunk, and 32-bit offsets from there, which spare registers
+    x += start * x_at[0] + h * x_at[1]
+    dt += start * dt_at[0] + h * dt_at[1]
+    B += start * B_at[0] + h // GROUP * B_at[1]
+    C += start * C_at[0] + h // GROUP * C_at[1]
     if z is not None:
-        z += h * z_at[1] + p[None, :] * z_at[2]
+        z += start * z_at[0] + h * z_at[1]
     tl.debug_barrier()
 
-    for first in range(start, stop, CHUNK):
-        t = first + i
-        exists = t < stop
-        here = exists[:, None] & in_head[None, :]
-        step = step_size(tl.load(dt + t * dt_at[0], mask=exists, other=0.0), bias, SOFTPLUS, dt_min, dt_max)
+    count = (stop - start).to(tl.int32)
+    for first in range(0, count, CHUNK):
+        exists = i < count - first
+        mine = exists[:, None] & in_head[None, :]
+        whole = exists[:, None] & in_state[None, :]
+        step = step_size(tl.load(dt + i * dt_at[0], mask=exists, other=0.0), bias, SOFTPLUS, dt_min, dt_max)
         step = tl.where(exists, step, 0.0)  # rows past the end neither decay nor add
         a = tl.cumsum(step * rate, 0)
         end = tl.sum(step * rate, 0)
-        rows = tl.load(x + t[:, None] * x_at[0], mask=here, other=0.0)
-        key = tl.load(B + t[:, None] * B_at[0], mask=exists[:, None] & in_state[None, :], other=0.0).to(ROW)
-        query = tl.load(C + t[:, None] * C_at[0], mask=exists[:, None] & in_state[None, :], other=0.0).to(ROW)
+        rows = tl.load(x + (i[:, None] * x_at[0] + p[None, :] * x_at[2]), mask=mine, other=0.0)
+        key = tl.load(B + (i[:, None] * B_at[0] + s[None, :] * B_at[2]), mask=whole, other=0.0).to(ROW)
+        query = tl.load(C + (i[:, None] * C_at[0] + s[None, :] * C_at[2]), mask=whole, other=0.0).to(ROW)
 
         earlier = i[:, None] >= i[None, :]
         weight = tl.exp(tl.where(earlier, a[:, None] - a[None, :], float("-inf"))) * step[None, :]
@@ -128,11 +131,19 @@ def _selective_scan_prefill(
         y = tl.dot(weight.to(ROW), rows, y, input_precision="ieee")
         y += skip * rows.to(tl.float32)
         if z is not None:
-            y *= silu(tl.load(z + t[:, None] * z_at[0], mask=here, other=0.0).to(tl.float32))
-        tl.store(out + t[:, None] * (HEADS * HEAD_DIM), y.to(ROW), mask=here)
+            gate = tl.load(z + (i[:, None] * z_at[0] + p[None, :] * z_at[2]), mask=mine, other=0.0)
+            y *= silu(gate.to(tl.float32))
+        tl.store(out + here, y.to(ROW), mask=mine)
 
         added = (key.to(tl.float32) * (tl.exp(end - a) * step)[:, None]).to(ROW)
         state = tl.dot(tl.trans(rows), added, state * tl.exp(end), input_precision="ieee")
+        x += CHUNK * x_at[0]
+        dt += CHUNK * dt_at[0]
+        B += CHUNK * B_at[0]
+        C += CHUNK * C_at[0]
+        out += CHUNK * HEADS * HEAD_DIM
+        if z is not None:
+            z += CHUNK * z_at[0]
     tl.store(cell, state.to(DTYPE), mask=mask)
 
 
@@ -177,6 +188,7 @@ def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
         CHUNK=_CHUNK,
         BLOCK_P=block_p,
         BLOCK_S=max(16, next_power_of_2(state_dim)),
-        num_warps=4 if state_dim <= 128 else 8,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
     )
     return out

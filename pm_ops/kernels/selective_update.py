@@ -1,4 +1,4 @@
-"""selective_state_update: one or a few tokens of Mamba-2 a sequence, which is as fast as states can be read and written.
+"""selective_state_update: a token or a few of Mamba-2 for each sequence, as fast as states are read and written.
 
 A program has BLOCK_P rows of one head's state, and its tokens one after another. Strides come as tuples.
 """
@@ -19,7 +19,7 @@ from .selective import first_page, silu, step_size
 if TYPE_CHECKING:
     from ..ops.selective import SelectiveStateUpdate
 
-_ELEMENTS = 4096  # of a state, a program
+_ELEMENTS, _PER_WARP = 4096, 1024  # of a state, a program, and of those a warp
 
 
 @triton.jit(do_not_specialize=["num_pages"])
@@ -149,7 +149,7 @@ def selective_state_update(a: SelectiveStateUpdate) -> Tensor:
         DTYPE=TRITON_DTYPE[a.state_dtype],
         BLOCK_P=block_p,
         BLOCK_S=block_s,
-        num_warps=max(1, min(4, block_p * block_s // 512)),
+        num_warps=max(1, min(8, block_p * block_s // _PER_WARP)),
     )
     return out
 

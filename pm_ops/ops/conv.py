@@ -1,8 +1,8 @@
 """``conv1d_update`` and ``conv1d_prefill``: short causal convolutions, one filter a channel, their state in pages.
 
 A state is ``(dim, width - 1)``: each channel's last inputs, the newest one last. See :mod:`pm_ops.ops._state` for
-which page is read and which one is written. ``out[t] = bias + sum_k weight[k] * input[t - width + 1 + k]``, through silu
-where asked for, in float32, rounded once to x's dtype; what is stored is x in the state's dtype.
+which page is read and which one is written. ``out[t] = bias + sum_k weight[k] * input[t - width + 1 + k]``, through
+silu where asked for, in float32, rounded once to x's dtype; what is stored is x in the state's dtype.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", sorted({*MUTATING, *READING, *RETURNING}))
 def test_cpu_and_cuda_kernels_agree_on_every_sample(name):
-    """The buffer byte for byte, except after sums that have no fixed order: a norm's, a state's; results to rounding."""
+    """The buffer byte for byte, except after sums without a fixed order, a norm's or a state's; results to rounding."""
     for sample in sample_inputs(name):
         args, kwargs = tree_map(lambda x: moved_with_strides(x, "cuda") if isinstance(x, torch.Tensor) else x, sample)
         expected, got = op_of(name)(*sample[0], **sample[1]), op_of(name)(*args, **kwargs)

@@ -97,8 +97,8 @@ GRAD_INPUTS = {
     "load_kv": ["scale_tensor"],
     "attention": ["query", "sinks", "alibi_slopes", "bias", *SCALES],
     "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
-    **dict.fromkeys(CONV, ["x", "weight", "bias"]),
-    **dict.fromkeys(SELECTIVE, ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"]),
+    **{name: ["x", "weight", "bias"] for name in CONV},
+    **{name: ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"] for name in SELECTIVE},
     **{name: ["query", "key", "value", "g", "beta", "a_log", "dt_bias"] for name in GATED_DELTA},
 }
 

@@ -111,7 +111,9 @@ def test_after_a_rejected_token_the_next_step_goes_on_from_the_last_accepted_one
     torch.testing.assert_close(call(after), expected)
 
 
-@pytest.mark.parametrize("make", [conv_update, ssm_update, lambda n: conv_prefill([1] * n), lambda n: ssm_prefill([1] * n)])
+@pytest.mark.parametrize(
+    "make", [conv_update, ssm_update, lambda n: conv_prefill([1] * n), lambda n: ssm_prefill([1] * n)]
+)
 def test_only_the_states_that_are_named_are_read(make):
     """The rest of the pool is NaN."""
     case = make(4)
@@ -135,7 +137,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a page that is not there": (conv_update, {"state_indices": torch.tensor([0, 1, 5])}, "has 5, but there are 5"),
     "a page twice": (conv_update, {"state_indices": torch.tensor([3, 1, 3])}, "names 3 twice"),
     "accepted": (conv_update, {"num_accepted": torch.tensor([1, 1, 1])}, "num_accepted needs state_indices"),
-    "heads and groups": (ssm_update, {"B": torch.zeros(3, 3, 20), "C": torch.zeros(3, 3, 20)}, "4 heads cannot share 3"),
+    "heads and groups": (ssm_update, dict.fromkeys("BC", torch.zeros(3, 3, 20)), "4 heads cannot share 3"),
     "B and C": (ssm_update, {"C": torch.zeros(3, 2, 19)}, r"C is \[3, 2, 19\]; it must be \[3, 2, 20\]"),
     "dt of a dim": (ssm_update, {"dt": torch.zeros(3, 4, 12)}, r"dt must be \[3, 4\]"),
     "A of a dim": (ssm_update, {"A": torch.zeros(4, 12)}, r"A must be \[4\]"),
@@ -189,10 +191,14 @@ def test_a_pool_and_a_layer_stand_for_the_plane():
         torch.testing.assert_close(pm_ops.selective_state_update(pool, 3, *token, other)[0], first[t])
     torch.testing.assert_close(pool.view(3, "ssm")[1], pool.view(3, "ssm")[2])
     assert not pool.view(0, "ssm").any() and not pool.view(3, "ssm")[0].any()
-    with pytest.raises(ValueError, match=r"filters \[6, 3\] make states of \[6, 2\]; plane 'conv' of layer 3 is \[6, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"filters \[6, 3\] make states of \[6, 2\]; plane 'conv' of layer 3 is \[6, 3\]"
+    ):
         pm_ops.conv1d_update(pool, 3, x, weight[:, 1:], page)
     with pytest.raises(ValueError, match=r"make states of \[2, 4, 4\]; plane 'ssm' of layer 3 is \[2, 4, 5\]"):
-        pm_ops.selective_state_update(pool, 3, *(r[:1] for r in rows[:2]), rows[2], *(r[:1, :, 1:] for r in rows[3:]), page)
+        pm_ops.selective_state_update(
+            pool, 3, *(r[:1] for r in rows[:2]), rows[2], *(r[:1, :, 1:] for r in rows[3:]), page
+        )
     with pytest.raises(ValueError, match="no plane 'conv' of layer 1"):
         pm_ops.conv1d_update(pool, 1, x, weight, page)
     with pytest.raises(ValueError, match="has a row for each token"):
