@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import state_cases, transfer_cases
+from . import gated_delta_cases, state_cases, transfer_cases
 from .case import Case
 from .limits import has_peer
 from .transfer_cases import RepackShape, TransferShape
@@ -198,7 +198,7 @@ _GPU: dict[str, tuple[Shape, ...]] = {
     ),
     "transfer": transfer_cases.GPU,
     "peer": transfer_cases.PEER,
-    "state": state_cases.GPU,
+    "state": gated_delta_cases.GPU + state_cases.GPU,
     "host": (StoreShape("store 8 tokens", 8, pages=64), replace(decode("", 8, 512), name="attention B8 x 512")),
 }  # fmt: skip
 _QUICK = {
@@ -210,7 +210,7 @@ _QUICK = {
     "pages": 7,
     "transfer": 10,
     "peer": 3,
-    "state": 6,
+    "state": 12,
     "host": 2,
 }
 
@@ -237,7 +237,7 @@ _CPU: dict[str, tuple[Shape, ...]] = {
     ),
     "transfer": transfer_cases.CPU,
     "peer": (),
-    "state": state_cases.CPU,
+    "state": gated_delta_cases.CPU + state_cases.CPU,
     "host": (
         StoreShape("store 8 tokens", 8, pages=16, layers=2, **_ROWS),
         replace(decode("", 4, 32, **_TINY), name="attention B4 x 32"),

@@ -21,6 +21,7 @@ PAGES = frozenset({"pages", "move"})
 TRANSFER = frozenset({"transfer", "prefix", "host transfer"})
 REPACK = frozenset({"repack"})
 STATE = frozenset({"conv1d update", "conv1d prefill", "selective update", "selective prefill"})
+GATED_DELTA = frozenset({"gated delta update", "gated delta prefill"})
 
 
 class Unsupported(Exception):

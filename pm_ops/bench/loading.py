@@ -82,7 +82,7 @@ def _vllm() -> dict[str, dict[str, Any]]:
         "vllm.envs": dict(VLLM_BATCH_INVARIANT=False, VLLM_TUNED_CONFIG_FOLDER=None),
         "vllm.logger": dict(init_logger=_logger),
         "vllm.platforms": dict(current_platform=Platform()),
-        "vllm.triton_utils": dict(triton=triton, tl=tl, HAS_TRITON=True),
+        "vllm.triton_utils": dict(triton=triton, tl=tl, tldevice=tl.extra.libdevice, HAS_TRITON=True),
         "vllm.utils.platform_utils": dict(
             get_device_name_as_file_name=lambda: torch.cuda.get_device_name().replace(" ", "_")
         ),
@@ -101,7 +101,11 @@ def _sglang() -> dict[str, dict[str, Any]]:
     return {"sglang.srt.utils": platform}
 
 
-_STUBS = {"vllm": _vllm, "sglang": _sglang}
+def _fla() -> dict[str, dict[str, Any]]:
+    return {"fla": dict(__version__="of files")}
+
+
+_STUBS = {"vllm": _vllm, "sglang": _sglang, "fla": _fla}
 
 
 def import_module(folder: Path | None, name: str) -> ModuleType:

@@ -15,6 +15,7 @@ import pm_ops
 from ..transfer import Transfer
 from .implementation import (
     ATTENTION,
+    GATED_DELTA,
     PAGES,
     REPACK,
     ROPE,
@@ -39,7 +40,7 @@ class PmOps(Implementation):
     """What a call without further options does, with kernels of pm_ops' own where it might take another's."""
 
     name = "pm_ops"
-    kinds = ATTENTION | STORE | ROPE | PAGES | TRANSFER | REPACK | STATE
+    kinds = ATTENTION | STORE | ROPE | PAGES | TRANSFER | REPACK | STATE | GATED_DELTA
     ours = True
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:

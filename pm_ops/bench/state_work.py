@@ -29,13 +29,13 @@ class StateWork:
     """One call's arguments for each layout, with equal states; page-major, in the middle one of several layers.
 
     Args:
-        call: the arguments, whose buffer and plane are not looked at.
+        call: the arguments, of whose buffer only the device matters, and whose plane is not looked at.
         shape, layers: of a state, and of the page-major pool.
         fill: False leaves states and poison as whatever the memory held.
     """
 
     def __init__(self, call: Any, shape: tuple[int, ...], layers: int, fill: bool) -> None:
-        device, dtype = call.x.device, call.state_dtype
+        device, dtype = call.buffer.device, call.state_dtype
         pages, layer = int(call.state_indices.max()) + 1 + _SPARE, layers // 2
         self.shape = shape
         self.calls: dict[str, Call] = {}
@@ -77,10 +77,10 @@ def conv_work(shape: ConvShape, device: torch.device, fill: bool = True) -> Stat
     x = torch.randn(s.batch * max(s.tokens, 1), s.dim, dtype=s.dtype, device=device)
     rest = (torch.randn(s.dim, s.width, dtype=s.dtype, device=device),)
     options: dict[str, Any] = dict(bias=torch.randn(s.dim, dtype=s.dtype, device=device), silu=True)
-    tail: Any = (_pages(s.batch, device), [], s.dtype)
+    tail: Any = (random_pages(s.batch, device), [], s.dtype)
     call: Any
     if s.tokens:
-        call = Conv1dPrefill(x, x, *rest, _starts(s.batch, s.tokens, device), *tail, **options)
+        call = Conv1dPrefill(x, x, *rest, starts(s.batch, s.tokens, device), *tail, **options)
     else:
         call = Conv1dUpdate(x, x, *rest, *tail, **options)
     return StateWork(call, (s.dim, s.width - 1), s.layers, fill)
@@ -97,22 +97,23 @@ def mamba_work(shape: MambaShape, device: torch.device, fill: bool = True) -> St
     B, C = torch.randn(2, rows, s.groups, s.state_dim, dtype=s.dtype, device=device) / s.state_dim**0.25
     D, dt_bias = torch.randn(2, s.heads, device=device)
     options: dict[str, Any] = dict(D=D, dt_bias=dt_bias, dt_softplus=True)
-    tail: Any = (_pages(s.batch, device), [], s.state_dtype)
+    tail: Any = (random_pages(s.batch, device), [], s.state_dtype)
     call: Any
     if s.tokens:
-        start = _starts(s.batch, s.tokens, device)
+        start = starts(s.batch, s.tokens, device)
         call = SelectiveScanPrefill(x, x, dt, A, B, C, start, *tail, **options)
     else:
         call = SelectiveStateUpdate(x, x, dt, A, B, C, *tail, **options)
     return StateWork(call, (s.heads, s.head_dim, s.state_dim), s.layers, fill)
 
 
-def _pages(count: int, device: torch.device) -> Tensor:
+def random_pages(count: int, device: torch.device) -> Tensor:
     """Distinct pages in no order; page 0, which engines keep for padding, is none of them."""
     return (torch.randperm(count + _SPARE, device=device)[:count] + 1).int()
 
 
-def _starts(batch: int, tokens: int, device: torch.device) -> Tensor:
+def starts(batch: int, tokens: int, device: torch.device) -> Tensor:
+    """Where each of so many sequences of so many tokens begins, and the end."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
 
 

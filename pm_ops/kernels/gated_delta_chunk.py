@@ -4,9 +4,9 @@ Within a chunk let c be the running sum of the decays (as powers of two) and A t
 
     A[i, j] = beta[i] * 2^(c[i] - c[j]) * (k[i] · k[j])
 
-Then a chunk that begins with the state S changes it by the keys times the rows of U - W S, where
+Then a chunk that begins with the state S changes it by the outer products of its keys and the rows of
 
-    T = (I + A)^-1,    U = T (beta * v),    W = T (beta * 2^c * k)
+    (I + A)^-1 beta (v - 2^c (k S))
 
 so that tokens follow one another only from chunk to chunk. Differences of c are taken before the exponential and only
 where they are at most 0: nothing overflows, however strong the decay.
@@ -73,7 +73,6 @@ def unit_lower_inverse(a, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens", "batch"])
 def _gated_delta_chunks(
     key,
-    value,
     g,
     beta,
     query_start,
@@ -81,12 +80,10 @@ def _gated_delta_chunks(
     dt_bias,
     decay_sums,
     key_norms,
-    w,
-    u,
+    inverses,
     num_tokens: tl.int64,
     batch,
     key_strides,
-    value_strides,
     g_strides,
     beta_strides,
     L2_NORM: tl.constexpr,
@@ -95,9 +92,7 @@ def _gated_delta_chunks(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
 ):
     h = tl.program_id(0)
     _, first, count = chunk_of(query_start, tl.program_id(1), batch, num_tokens)
@@ -126,16 +121,5 @@ def _gated_delta_chunks(
         a *= norm[:, None] * norm[None, :]
     t = unit_lower_inverse(tl.where(before, a, 0.0), PRECISION)
 
-    t *= rate[None, :]
-    for start in tl.static_range(0, VALUE_DIM, VALUE_BLOCK):
-        e = start + tl.arange(0, VALUE_BLOCK)
-        v = load_rows(
-            value + h * value_strides[1], first, i, exists, value_strides[0], e, value_strides[2], VALUE_DIM, DTYPE
-        )
-        product = tl.dot(t.to(DTYPE), v, input_precision=PRECISION)
-        tl.store(u + at[:, None] * VALUE_DIM + e[None, :], product.to(DTYPE), mask=exists[:, None] & (e < VALUE_DIM))
-    t *= tl.exp2(c)[None, :]
-    if L2_NORM:
-        t *= norm[None, :]
-    product = tl.dot(t.to(DTYPE), k, input_precision=PRECISION)
-    tl.store(w + at[:, None] * KEY_DIM + d[None, :], product.to(DTYPE), mask=exists[:, None] & (d < KEY_DIM))
+    cells = inverses + at[:, None] * CHUNK + i[None, :]
+    tl.store(cells, (t * rate[None, :]).to(DTYPE), mask=exists[:, None])

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 def _gated_delta_states(
     buffer,
     key,
+    value,
     query_start,
     state_indices,
     has_initial_state,
     decay_sums,
     key_norms,
-    w,
-    u,
+    inverses,
+    changes,
     states,
     num_tokens: tl.int64,
     num_pages: tl.int64,
@@ -44,6 +45,7 @@ def _gated_delta_states(
     page_stride: tl.int64,
     head_stride: tl.int64,
     key_strides,
+    value_strides,
     L2_NORM: tl.constexpr,
     VALUE_FIRST: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
@@ -80,28 +82,28 @@ def _gated_delta_states(
 
     i = tl.arange(0, CHUNK)
     key += h // GROUP * key_strides[1]
-    w += h * KEY_DIM
-    u += h * VALUE_DIM
+    value += h * value_strides[1]
     states += ((start // CHUNK + b) * HEADS + h) * (KEY_DIM * VALUE_DIM)
     for chunk in range(tl.cdiv(count, CHUNK).to(tl.int32)):
         first = start + chunk * CHUNK
         exists = i < start + count - first
         tl.store(states + k[:, None] * VALUE_DIM + v[None, :], state.to(DTYPE), mask=inside)
         states += HEADS * KEY_DIM * VALUE_DIM
-        rows = load_rows(w, first, i, exists, HEADS * KEY_DIM, k, 1, KEY_DIM, DTYPE)
-        change = load_rows(u, first, i, exists, HEADS * VALUE_DIM, v, 1, VALUE_DIM, DTYPE).to(tl.float32)
-        change -= tl.dot(rows, state.to(DTYPE), input_precision=PRECISION)
-        at = u + first * (HEADS * VALUE_DIM) + i[:, None] * (HEADS * VALUE_DIM) + v[None, :]
-        tl.store(at, change.to(DTYPE), mask=exists[:, None] & (v < VALUE_DIM)[None, :])
-
         c = tl.load(decay_sums + (first + i) * HEADS + h, mask=exists, other=0.0)
         last = tl.load(decay_sums + (tl.minimum(first + CHUNK, start + count) - 1) * HEADS + h)
-        factor = tl.exp2(tl.where(exists, last - c, 0.0))
+        norm = 1.0
         if L2_NORM:
-            factor *= tl.load(key_norms + (first + i) * HEADS + h, mask=exists, other=0.0)
-        rows = load_rows(key, first, i, exists, key_strides[0], k, key_strides[2], KEY_DIM, DTYPE)
-        change = (change * factor[:, None]).to(DTYPE)
-        state = tl.dot(tl.trans(rows), change, state * tl.exp2(last), input_precision=PRECISION)
+            norm = tl.load(key_norms + (first + i) * HEADS + h, mask=exists, other=0.0)
+
+        keys = load_rows(key, first, i, exists, key_strides[0], k, key_strides[2], KEY_DIM, DTYPE)
+        values = load_rows(value, first, i, exists, value_strides[0], v, value_strides[2], VALUE_DIM, DTYPE)
+        inverse = load_rows(inverses + h * CHUNK, first, i, exists, HEADS * CHUNK, i, 1, CHUNK, DTYPE)
+        found = tl.dot(keys, state.to(DTYPE), input_precision=PRECISION) * (tl.exp2(c) * norm)[:, None]
+        change = tl.dot(inverse, (values.to(tl.float32) - found).to(DTYPE), input_precision=PRECISION)
+        at = changes + (first * HEADS + h) * VALUE_DIM + i[:, None] * (HEADS * VALUE_DIM) + v[None, :]
+        tl.store(at, change.to(DTYPE), mask=exists[:, None] & (v < VALUE_DIM)[None, :])
+        change *= (tl.exp2(tl.where(exists, last - c, 0.0)) * norm)[:, None]
+        state = tl.dot(tl.trans(keys), change.to(DTYPE), state * tl.exp2(last), input_precision=PRECISION)
     tl.store(cells, state.to(STATE_DTYPE), mask=inside)
 
 
@@ -113,7 +115,7 @@ def _gated_delta_outputs(
     state_indices,
     decay_sums,
     key_norms,
-    u,
+    changes,
     states,
     out,
     scale,
@@ -159,7 +161,7 @@ def _gated_delta_outputs(
         mask=(d < KEY_DIM)[:, None] & columns,
         other=0.0,
     )
-    change = load_rows(u + h * VALUE_DIM, first, i, exists, HEADS * VALUE_DIM, v, 1, VALUE_DIM, DTYPE)
+    change = load_rows(changes + h * VALUE_DIM, first, i, exists, HEADS * VALUE_DIM, v, 1, VALUE_DIM, DTYPE)
     at = (first + i) * HEADS + h
     c = tl.load(decay_sums + at, mask=exists, other=0.0)
     visible = (i[:, None] >= i[None, :]) & exists[:, None]
@@ -193,13 +195,13 @@ def gated_delta_prefill(a: GatedDeltaPrefill) -> Tensor:
     new = functools.partial(torch.empty, device=out.device)
     decay_sums = new(tokens, heads, dtype=torch.float32)
     key_norms = new(tokens, heads, dtype=torch.float32) if a.l2_norm else None
-    w, u = new(tokens, heads, key_dim, dtype=dtype), new(tokens, heads, value_dim, dtype=dtype)
+    inverses, changes = new(tokens, heads, CHUNK.value, dtype=dtype), new(tokens, heads, value_dim, dtype=dtype)
     kept = new(tokens // CHUNK.value + batch, heads, key_dim, value_dim, dtype=dtype)
     start, index = a.query_start.contiguous(), a.state_indices.contiguous()
     a_log, dt_bias, initial = (None if x is None else x.contiguous() for x in (a.a_log, a.dt_bias, a.has_initial_state))
-    chunks(a.key, a.value, a.g, a.beta, start, a_log, dt_bias, decay_sums, key_norms, w, u)
-    states(a.buffer, a.key, start, index, initial, decay_sums, key_norms, w, u, kept)
-    outputs(a.query, a.key, start, index, decay_sums, key_norms, u, kept, out, a.scale)
+    chunks(a.key, a.g, a.beta, start, a_log, dt_bias, decay_sums, key_norms, inverses)
+    states(a.buffer, a.key, a.value, start, index, initial, decay_sums, key_norms, inverses, changes, kept)
+    outputs(a.query, a.key, start, index, decay_sums, key_norms, changes, kept, out, a.scale)
     zero_padding(out, start)
     return out
 
@@ -228,7 +230,6 @@ def _launches(
         HEADS=heads,
         GROUP=heads // key_heads,
         KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
         KEY_BLOCK=max(next_power_of_2(key_dim), 16),
     )
     tiles = prefill_tiles(key_dim, value_dim, dtype)
@@ -238,16 +239,17 @@ def _launches(
         Launch(
             _gated_delta_chunks,
             (heads, slots),
-            (tokens, batch, key_strides, value_strides, g_strides, beta_strides),
+            (tokens, batch, key_strides, g_strides, beta_strides),
             **shared,
             **tiles[0],
         ),
         Launch(
             _gated_delta_states,
             (batch * of_states,),
-            (tokens, num_pages, offset, page_stride, head_stride, key_strides),
+            (tokens, num_pages, offset, page_stride, head_stride, key_strides, value_strides),
             VALUE_FIRST=value_first,
             STATE_DTYPE=TRITON_DTYPE[state_dtype],
+            VALUE_DIM=value_dim,
             **shared,
             **tiles[1],
         ),
@@ -255,6 +257,7 @@ def _launches(
             _gated_delta_outputs,
             (of_outputs, slots),
             (tokens, batch, num_pages, query_strides, key_strides),
+            VALUE_DIM=value_dim,
             **shared,
             **tiles[2],
         ),
@@ -266,7 +269,7 @@ def prefill_tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[dic
     whole = max(next_power_of_2(value_dim), 16)
     wide = 64 if dtype.itemsize == 2 and key_dim <= 128 else 32
     return (
-        {"VALUE_BLOCK": min(whole, 64), "num_warps": 4, "num_stages": 2},
+        {"num_warps": 4, "num_stages": 2},
         {"VALUE_BLOCK": min(whole, wide), "num_warps": 4, "num_stages": 2 if wide == 64 else 1},
         {"VALUE_BLOCK": min(whole, wide), "num_warps": 4, "num_stages": 2},
     )
