@@ -74,6 +74,7 @@ def _logger(name: str) -> logging.Logger:
 def _vllm() -> dict[str, dict[str, Any]]:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 
     return {
         "vllm._custom_ops": dict(
@@ -82,7 +83,7 @@ def _vllm() -> dict[str, dict[str, Any]]:
         "vllm.envs": dict(VLLM_BATCH_INVARIANT=False, VLLM_TUNED_CONFIG_FOLDER=None),
         "vllm.logger": dict(init_logger=_logger),
         "vllm.platforms": dict(current_platform=Platform()),
-        "vllm.triton_utils": dict(triton=triton, tl=tl, tldevice=tl.extra.libdevice, HAS_TRITON=True),
+        "vllm.triton_utils": dict(triton=triton, tl=tl, tldevice=libdevice, HAS_TRITON=True),
         "vllm.utils.platform_utils": dict(
             get_device_name_as_file_name=lambda: torch.cuda.get_device_name().replace(" ", "_")
         ),
