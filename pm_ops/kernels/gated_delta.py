@@ -48,8 +48,8 @@ def state_cells(
     buffer, page, h, offset, page_stride, head_stride, v, k,
     VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_FIRST: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Where entries (v, k) of a value head's state are."""
-    head = buffer + (offset + page * page_stride + h.to(tl.int64) * head_stride)
+    """Where entries (v, k) of a value head's state are; page and h of 64 bits."""
+    head = buffer + (offset + page * page_stride + h * head_stride)
     at = v * KEY_DIM + k if VALUE_FIRST else k * VALUE_DIM + v
     return head.to(tl.pointer_type(DTYPE)) + at
 
@@ -94,7 +94,7 @@ def _gated_delta_update(
     blocks: tl.constexpr = (VALUE_DIM + VALUE_BLOCK - 1) // VALUE_BLOCK
     program = tl.program_id(0)
     n = (program // (blocks * HEADS)).to(tl.int64)
-    h = program // blocks % HEADS
+    h = (program // blocks % HEADS).to(tl.int64)
     v = program % blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     k = tl.arange(0, KEY_BLOCK)
     column = 0

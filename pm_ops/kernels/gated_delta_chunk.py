@@ -94,7 +94,7 @@ def _gated_delta_chunks(
     KEY_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
-    h = tl.program_id(0)
+    h = tl.program_id(0).to(tl.int64)
     _, first, count = chunk_of(query_start, tl.program_id(1), batch, num_tokens)
     if count <= 0:
         return

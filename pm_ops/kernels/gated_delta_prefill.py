@@ -60,7 +60,7 @@ def _gated_delta_states(
 ):
     blocks: tl.constexpr = (VALUE_DIM + VALUE_BLOCK - 1) // VALUE_BLOCK
     b = tl.program_id(0) // (blocks * HEADS)
-    h = tl.program_id(0) // blocks % HEADS
+    h = (tl.program_id(0) // blocks % HEADS).to(tl.int64)
     v = tl.program_id(0) % blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     k = tl.arange(0, KEY_BLOCK)
     start = tl.load(query_start + b).to(tl.int64)
@@ -135,7 +135,7 @@ def _gated_delta_outputs(
     VALUE_BLOCK: tl.constexpr,
 ):
     blocks: tl.constexpr = (VALUE_DIM + VALUE_BLOCK - 1) // VALUE_BLOCK
-    h = tl.program_id(0) // blocks
+    h = (tl.program_id(0) // blocks).to(tl.int64)
     v = tl.program_id(0) % blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     slot = tl.program_id(1).to(tl.int64)
     b, first, count = chunk_of(query_start, tl.program_id(1), batch, num_tokens)
