@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..ops.conv import Conv1dPrefill, Conv1dUpdate
 
 _TOKENS, _CHANNELS, _WARPS = 16, 128, 4  # of a block of a prefill
+_UPDATE = 256, 4  # channels and warps of an update
 
 
 @triton.jit
@@ -205,7 +206,8 @@ def conv1d_update(a: Conv1dUpdate) -> Tensor:
         return out
     *leading, dim = a.x.shape
     tokens = leading[1] if len(leading) == 2 else 1
-    block = min(256, next_power_of_2(dim))
+    most, warps = _UPDATE
+    block = min(most, next_power_of_2(dim))
     launch(
         _conv1d_update,
         (leading[0], cdiv(dim, block)),
@@ -230,7 +232,7 @@ def conv1d_update(a: Conv1dUpdate) -> Tensor:
         SILU=a.silu,
         DTYPE=TRITON_DTYPE[a.state_dtype],
         BLOCK=block,
-        num_warps=max(1, min(4, block // 64)),
+        num_warps=max(1, min(warps, block // 32)),
     )
     return out
 

@@ -24,6 +24,7 @@ from state_cases import (
 )
 from torch import Tensor
 
+import pm_ops
 from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
 from pm_ops.kernels.selective_scan import selective_scan_prefill
 from pm_ops.kernels.selective_update import selective_state_update
@@ -100,3 +101,35 @@ def test_selective_update(options: dict[str, Any], device: str) -> None:
 def test_selective_prefill(options: dict[str, Any], device: str) -> None:
     check(ssm_prefill([1, 7, 64, 0, 65, 63], heads=(2, 1), **options), device)
     check(ssm_prefill([130], dims=(70, 9), heads=(2, 2), **options), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [82, 83, 84])
+def test_states_beyond_the_2_31st_element(page: int) -> None:
+    """48 layers of 540,672 float32 elements a page: what a pool of one page gives, and no other page is touched."""
+    shapes = {"conv": ((180224, 3), F32), "ssm": ((66, 64, 128), F32)}
+    for kind, (shape, dtype) in shapes.items():
+        pool = pm_ops.PagePool(pm_ops.state_page(48, {kind: (shape, dtype)}), 85, "cuda")
+        one = pm_ops.PagePool(pm_ops.state_page(1, {kind: (shape, dtype)}), 1, "cuda")
+        one.view(0, kind).normal_()
+        pool.view(47, kind)[page] = one.view(0, kind)[0]
+        start = torch.tensor([0, 70], device="cuda")
+        for there, layer, at in ((one, 0, 0), (pool, 47, page)):
+            torch.manual_seed(1)
+            index, known = torch.tensor([at], device="cuda"), torch.tensor([True], device="cuda")
+            if kind == "conv":
+                weight, rows = torch.randn(shape[0], 4, device="cuda"), torch.randn(70, shape[0], device="cuda")
+                pm_ops.conv1d_prefill(there, layer, rows, weight, start, index, has_initial_state=known)
+                pm_ops.conv1d_update(there, layer, rows[:1], weight, index)
+            else:
+                x, dt, A = (torch.rand(*size, device="cuda") for size in ((70, 66, 64), (70, 66), (66,)))
+                B, C = torch.randn(2, 70, 2, 128, device="cuda")
+                pm_ops.selective_scan_prefill(there, layer, x, dt, -A, B, C, start, index, has_initial_state=known)
+                pm_ops.selective_state_update(there, layer, x[:1], dt[:1], -A, B[:1], C[:1], index)
+        state = pool.view(47, kind)[page]
+        assert torch.equal(state, one.view(0, kind)[0]) and bool(state.any())
+        state.zero_()
+        assert not any(bool(part.any()) for part in pool.buffer.view(torch.int64).chunk(8))
+        del pool, state
+        torch.cuda.empty_cache()
