@@ -134,7 +134,7 @@ def test_vllms_kernels_are_given_the_same_states(layout: str, tmp_path: Path) ->
     ops = "vllm/model_executor/layers/mamba/ops/"
     peer = VLLMMamba(write_files(tmp_path, {ops + name: f"import torch\n{text}" for name, text in FILES.items()}))
     assert peer.kinds == STATE and "sha256" in peer.version()
-    for case in CASES:
+    for case in (case for case in CASES if case.kind in STATE):
         work = case.build(CPU, True)
         bound = case.bind(peer, work, layout)
         for _ in range(2):
