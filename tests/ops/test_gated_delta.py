@@ -12,7 +12,7 @@ from state_cases import BF16, CHUNKS, F16, F32, copied
 
 import pm_ops
 from pm_ops.ops.gated_delta import GatedDeltaUpdate
-from pm_ops.testing import writes_only
+from pm_ops.testing import fill_nan, writes_only
 
 TOLERANCE = {F32: 1e-5, F16: 2e-3, BF16: 1.6e-2}
 TYPES = [
@@ -212,3 +212,36 @@ def test_a_layers_raw_projections(qwen):
     rows[:2] = [x.repeat_interleave(2, 2) for x in rows[:2]]
     out, _ = qwen.torch_chunk_gated_delta_rule(*rows, use_qk_l2norm_in_kernel=True)
     torch.testing.assert_close(call(case), out[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_of_qwen3_next_runs_on_its_page_as_transformers_runs_it(qwen):
+    """Convolution and gated delta rule by operators, all the rest by the module: 70 tokens at once, then one by one."""
+    config = qwen.Qwen3NextConfig(
+        hidden_size=24, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=6, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    layer, hidden, count = qwen.Qwen3NextGatedDeltaNet(config, 0).eval(), torch.randn(1, 73, 24), 70
+    channels = layer.conv_dim
+    pool = pm_ops.PagePool(pm_ops.state_page(2, {"conv": ((channels, 3), F32), "ssm": ((4, 6, 8), F32)}), 4)
+    fill_nan(pool.buffer)
+    page, start = torch.tensor([2]), torch.tensor([0, count])
+    weight, rows = layer.conv1d.weight.detach()[:, 0], []
+    with torch.no_grad():
+        expected = layer(hidden)[0]
+        query, key, value, z, b, a = (
+            x[0] for x in layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
+        )
+        mixed = torch.cat([x.flatten(1) for x in (query, key, value)], 1)
+        options = {"l2_norm": True, "a_log": layer.A_log.detach(), "dt_bias": layer.dt_bias.detach()}
+
+        def heads(x: torch.Tensor) -> list[torch.Tensor]:
+            parts = x.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+            return [part.unflatten(-1, (n, -1)) for part, n in zip(parts, (2, 2, 4), strict=True)]
+
+        x = pm_ops.conv1d_prefill(pool, 1, mixed[:count], weight, start, page, silu=True)
+        rows.append(pm_ops.gated_delta_prefill(pool, 1, *heads(x), a[:count], b[:count], start, page, **options))
+        for t in range(count, 73):
+            x = pm_ops.conv1d_update(pool, 1, mixed[t : t + 1], weight, page, silu=True)
+            rows.append(pm_ops.gated_delta_update(pool, 1, *heads(x), a[t : t + 1], b[t : t + 1], page, **options))
+        out = layer.norm(torch.cat(rows).flatten(0, 1), z.flatten(0, 1))
+        torch.testing.assert_close(layer.out_proj(out.view(73, -1)), expected, rtol=1e-4, atol=1e-5)
