@@ -8,8 +8,10 @@ Then a chunk that begins with the state S changes it by the outer products of it
 
     (I + A)^-1 beta (v - 2^c (k S))
 
-so that tokens follow one another only from chunk to chunk. Differences of c are taken before the exponential and only
-where they are at most 0: nothing overflows, however strong the decay.
+so that tokens follow one another only from chunk to chunk. Its results are those of S, and of the changes up to each
+token with the weights 2^(c[i] - c[j]) * (q[i] · k[j]). The inverse, times beta, and the weights are kept, 64 x 64 each.
+Differences of c are taken before the exponential and only where they are at most 0: nothing overflows, however strong
+the decay.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ def unit_lower_inverse(a, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "batch"])
 def _gated_delta_chunks(
+    query,
     key,
     g,
     beta,
@@ -79,10 +82,14 @@ def _gated_delta_chunks(
     a_log,
     dt_bias,
     decay_sums,
+    query_norms,
     key_norms,
     inverses,
+    weights,
+    scale,
     num_tokens: tl.int64,
     batch,
+    query_strides,
     key_strides,
     g_strides,
     beta_strides,
@@ -104,22 +111,29 @@ def _gated_delta_chunks(
 
     x = tl.load(g + (first + i) * g_strides[0] + h * g_strides[1], mask=exists, other=0.0)
     c = tl.cumsum(tl.where(exists, decays(x, h, a_log, dt_bias), 0.0), 0)
+    tl.store(decay_sums + at, c, mask=exists)
     rate = rates(tl.load(beta + (first + i) * beta_strides[0] + h * beta_strides[1], mask=exists, other=0.0), a_log)
     rate = tl.where(exists, rate, 0.0)
-    tl.store(decay_sums + at, c, mask=exists)
 
     d = tl.arange(0, KEY_BLOCK)
-    k = load_rows(
-        key + h // GROUP * key_strides[1], first, i, exists, key_strides[0], d, key_strides[2], KEY_DIM, DTYPE
-    )
-    a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * rate[:, None]
-    before = i[:, None] > i[None, :]
-    a *= tl.exp2(tl.where(before, c[:, None] - c[None, :], 0.0))
+    query += h // GROUP * query_strides[1]
+    key += h // GROUP * key_strides[1]
+    q = load_rows(query, first, i, exists, query_strides[0], d, query_strides[2], KEY_DIM, DTYPE)
+    k = load_rows(key, first, i, exists, key_strides[0], d, key_strides[2], KEY_DIM, DTYPE)
+    seen = i[:, None] >= i[None, :]
+    between = tl.exp2(tl.where(seen, c[:, None] - c[None, :], 0.0))
+    w = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+    a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
     if L2_NORM:
-        norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
-        tl.store(key_norms + at, norm, mask=exists)
-        a *= norm[:, None] * norm[None, :]
-    t = unit_lower_inverse(tl.where(before, a, 0.0), PRECISION)
-
-    cells = inverses + at[:, None] * CHUNK + i[None, :]
-    tl.store(cells, (t * rate[None, :]).to(DTYPE), mask=exists[:, None])
+        query_norm = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS) * scale
+        key_norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+        tl.store(query_norms + at, query_norm, mask=exists)
+        tl.store(key_norms + at, key_norm, mask=exists)
+        w *= query_norm[:, None] * key_norm[None, :]
+        a *= key_norm[:, None] * key_norm[None, :]
+    else:
+        w *= scale
+    tile = at[:, None] * CHUNK + i[None, :]
+    tl.store(weights + tile, tl.where(seen, w, 0.0).to(DTYPE), mask=exists[:, None])
+    inverse = unit_lower_inverse(tl.where(i[:, None] > i[None, :], a, 0.0), PRECISION)
+    tl.store(inverses + tile, (inverse * rate[None, :]).to(DTYPE), mask=exists[:, None])

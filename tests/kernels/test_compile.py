@@ -166,6 +166,7 @@ def launch_every_gated_delta_kernel() -> None:
     import torch
     from gated_delta_cases import prefill_case, update_case
 
+    from pm_ops import kernels
     from pm_ops.kernels.gated_delta import gated_delta_update
     from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 
@@ -176,6 +177,9 @@ def launch_every_gated_delta_kernel() -> None:
         gated_delta_update(update_case(2, 3, each=True, l2_norm=False, value_first=False, **options))
         gated_delta_prefill(prefill_case([3, 2], **options))
         gated_delta_prefill(prefill_case([3], initial=False, l2_norm=False, value_first=False, **options))
+    kernels.gated_delta_prefill.is_hopper = lambda device: True
+    for heads in (1, 4):
+        gated_delta_prefill(prefill_case([3], heads=(heads, 1), dims=(128, 128), dtypes=(bf16,) * 5))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:
