@@ -20,13 +20,14 @@ from kernels.cases import moved_with_strides, on_each_device
 from state_cases import BF16, F16, F32, copied
 from torch import Tensor
 
+from pm_ops.kernels import gated_delta_prefill as gated_delta_prefill_module
 from pm_ops.kernels.gated_delta import gated_delta_update
 from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.ops.gated_delta import GatedDeltaUpdate
 from pm_ops.testing import writes_only
 
-TOLERANCE = {F32: 2e-5, F16: 4e-3, BF16: 2e-2}
-"""Of out and state, relative to the largest number."""
+TOLERANCE = {F32: 5e-5, F16: 4e-3, BF16: 2e-2}
+"""Of out and state, relative to the largest number. In float32 running sums of decays lose the most."""
 
 
 def run(a: Call) -> Tensor:
@@ -53,7 +54,7 @@ def check(case: Call, device: str) -> None:
     for page, state in states.items():
         assert near(found[page], state, case.state_dtype, computed), page
     if isinstance(case, GatedDeltaUpdate):
-        skipped = reference_is_skipped(case)
+        skipped = skipped_of(case)
         assert bool((got[skipped] == 0).all())
     else:
         rows = case.query_start.tolist()
@@ -63,7 +64,7 @@ def check(case: Call, device: str) -> None:
         assert bool((got[rows[-1] :] == 0).all())
 
 
-def reference_is_skipped(case: GatedDeltaUpdate) -> Tensor:
+def skipped_of(case: GatedDeltaUpdate) -> Tensor:
     """Sequences whose page to read is negative."""
     index = case.state_indices if case.state_indices.dim() == 2 else case.state_indices[:, None]
     column = torch.zeros(len(index), dtype=torch.int64) if case.num_accepted is None else case.num_accepted.long() - 1
@@ -139,17 +140,14 @@ def test_keys_that_are_all_alike(device: str) -> None:
 
 @on_each_device
 def test_two_parts_of_a_sequence_are_as_one(device: str) -> None:
-    whole = on(prefill_case([70], padding=0), device)
-    parts = [on(a, device) for a in parts_of(prefill_case_like(whole), 33)]
-    parts[1].buffer = parts[0].buffer = whole.buffer.clone()
+    case = prefill_case([70], padding=0)
+    parts = [on(a, device) for a in parts_of(copied(case), 33)]
+    parts[1].buffer = parts[0].buffer
+    whole = on(case, device)
     out = torch.cat([run(a) for a in parts])
     assert near(out.cpu(), run(whole).double().cpu(), F32, F32)
-    assert near(states_of(parts[1])[whole.state_indices].cpu(), states_of(whole)[whole.state_indices].double().cpu(),
-                F32, F32)  # fmt: skip
-
-
-def prefill_case_like(a: Any) -> Any:
-    return on(a, "cpu")
+    page = int(case.state_indices[0])
+    assert near(states_of(parts[1])[page].cpu(), states_of(whole)[page].double().cpu(), F32, F32)
 
 
 @on_each_device
@@ -167,6 +165,24 @@ def test_pages_that_no_pool_has_are_skipped(device: str) -> None:
             assert bool((run(far) == 0).all())
 
 
+def test_few_heads_make_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what does not fit two stages or the registers makes narrower ones."""
+    monkeypatch.setattr(gated_delta_prefill_module, "is_hopper", lambda device: device == "hopper")
+    monkeypatch.setattr(gated_delta_prefill_module, "multiprocessors", lambda device: 132)
+    columns = {
+        (128, 128, BF16, 66, "hopper"): (64, 2),
+        (128, 128, BF16, 65, "hopper"): (32, 2),
+        (128, 20, BF16, 500, "hopper"): (32, 2),
+        (256, 128, BF16, 500, "hopper"): (32, 1),
+        (128, 128, F32, 500, "hopper"): (32, 1),
+        (128, 128, BF16, 500, "another"): (32, 1),
+        (128, 3, BF16, 500, "another"): (16, 1),
+    }
+    for call, (block, stages) in columns.items():
+        tile = gated_delta_prefill_module.scan_tile(*call)
+        assert (tile["VALUE_BLOCK"], tile["num_stages"]) == (block, stages), call
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(128, 128), (64, 192), (256, 256)])
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
@@ -174,7 +190,7 @@ def test_bf16_on_a_gpu(dims: tuple[int, int], state_dtype: torch.dtype) -> None:
     options = dict(dims=dims, dtypes=(BF16, BF16, BF16, F32, BF16), state_dtype=state_dtype)
     check(update_case(5, **options), "cuda")
     check(update_case(5, 3, each=True, value_first=False, **options), "cuda")
-    check(prefill_case([200, 5, 65, 0, 64, 63], raw=True, **options), "cuda")
+    check(prefill_case([1025, 5, 65, 0, 64, 63], raw=True, **options), "cuda")
     check(prefill_case([130, 2, 1], value_first=False, **options), "cuda")
 
 
