@@ -58,7 +58,8 @@ def _pool(
     shape = (heads, *(dims if value_first else dims[::-1]))
     pool = state_pool(shape, dtype, pages)
     states = pool.view(1, "state")
-    states[[p for p in range(pages) if p not in read]] = torch.nan
+    unread = [p for p in range(pages) if p not in read]  # NaN, but not all of it: a NaN written there would not show
+    states[unread] = states[unread].masked_fill(torch.rand(len(unread), *shape) < 0.5, torch.nan)
     plane = {"state_plane": pool.geometry(1, "state"), "state_dtype": dtype}
     return {"buffer": pool.buffer, **plane, "value_first": value_first}
 

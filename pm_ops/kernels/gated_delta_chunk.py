@@ -113,7 +113,6 @@ def _gated_delta_chunks(
     c = tl.cumsum(tl.where(exists, decays(x, h, a_log, dt_bias), 0.0), 0)
     tl.store(decay_sums + at, c, mask=exists)
     rate = rates(tl.load(beta + (first + i) * beta_strides[0] + h * beta_strides[1], mask=exists, other=0.0), a_log)
-    rate = tl.where(exists, rate, 0.0)
 
     d = tl.arange(0, KEY_BLOCK)
     query += h // GROUP * query_strides[1]
