@@ -126,9 +126,9 @@ def _selective_scan_prefill(
 
         earlier = i[:, None] >= i[None, :]
         weight = tl.exp(tl.where(earlier, a[:, None] - a[None, :], float("-inf"))) * step[None, :]
-        weight *= tl.dot(query, tl.trans(key), input_precision="ieee")
-        y = tl.dot(query, tl.trans(state).to(ROW), input_precision="ieee") * tl.exp(a)[:, None]
-        y = tl.dot(weight.to(ROW), rows, y, input_precision="ieee")
+        weight *= tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        y = tl.dot(query, tl.trans(state).to(ROW), input_precision="tf32x3") * tl.exp(a)[:, None]
+        y = tl.dot(weight.to(ROW), rows, y, input_precision="tf32x3")
         y += skip * rows.to(tl.float32)
         if z is not None:
             gate = tl.load(z + (i[:, None] * z_at[0] + p[None, :] * z_at[2]), mask=mine, other=0.0)
@@ -136,7 +136,7 @@ def _selective_scan_prefill(
         tl.store(out + here, y.to(ROW), mask=mine)
 
         added = (key.to(tl.float32) * (tl.exp(end - a) * step)[:, None]).to(ROW)
-        state = tl.dot(tl.trans(rows), added, state * tl.exp(end), input_precision="ieee")
+        state = tl.dot(tl.trans(rows), added, state * tl.exp(end), input_precision="tf32x3")
         x += CHUNK * x_at[0]
         dt += CHUNK * dt_at[0]
         B += CHUNK * B_at[0]
@@ -189,6 +189,6 @@ def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
         BLOCK_P=block_p,
         BLOCK_S=max(16, next_power_of_2(state_dim)),
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=_STAGES if a.x.element_size() == 2 else 1,
     )
     return out
