@@ -79,8 +79,9 @@ def fresh_dynamo() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("write", [put, index_copy, copy_slice, fill])
+@pytest.mark.parametrize(
+    ("write", "read"), [(put, "index"), (index_copy, "index_select"), (copy_slice, "index"), (fill, "index")]
+)
 def test_states_written_and_read_by_index_live_in_pages(write: Callable[..., None], read: str) -> None:
     model = Recurrent(write, READS[read])
     stock = copy.deepcopy(model)
@@ -167,3 +168,32 @@ def test_a_plane_of_tokens_is_no_state() -> None:
         bind(pool, states={"key": [torch.zeros(PAGES, 2, 4)]})
     with pytest.raises(ValueError, match="nothing to bind"):
         bind(pool)
+
+
+def test_transformers_mamba_2_decodes_compiled_on_pages() -> None:
+    """Its cache after a prefill, bound; the model reads whole states, so their reads are copies out of the pages."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Mamba2Config(
+        vocab_size=64, hidden_size=48, num_heads=6, head_dim=16, expand=2, state_size=12, n_groups=2, conv_kernel=4,
+        chunk_size=16, num_hidden_layers=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = transformers.Mamba2ForCausalLM(config).eval()
+    with torch.no_grad():
+        out = model(torch.randint(0, 64, (3, 9)), use_cache=True)
+        cache, token = out.cache_params, out.logits[:, -1:].argmax(-1)
+        stock = copy.deepcopy(cache)
+        states = {
+            "conv": [layer.conv_states[0] for layer in cache.layers],
+            "ssm": [layer.recurrent_states[0] for layer in cache.layers],
+        }
+        shapes = {kind: (tuple(first.shape[1:]), first.dtype) for kind, (first, *_) in states.items()}
+        pool = pm_ops.PagePool(pm_ops.state_page(2, shapes, align=16), 3)
+        backend = page_major_backend(bind(pool, states=states), inner="eager", on_unsupported_read="materialize")
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(3):
+            expected = model(token, use_cache=True, cache_params=stock).logits
+            torch.testing.assert_close(compiled(token, use_cache=True, cache_params=cache).logits, expected)
+            token = expected[:, -1:].argmax(-1)
+    for i, layer in enumerate(stock.layers):
+        torch.testing.assert_close(pool.view(i, "conv"), layer.conv_states[0])
+        torch.testing.assert_close(pool.view(i, "ssm"), layer.recurrent_states[0])
