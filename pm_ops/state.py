@@ -179,7 +179,7 @@ def selective_scan_prefill(
         A, D, dt_bias, dt_softplus, dt_limits, kind: as in :func:`selective_state_update`.
         query_start, state_indices, has_initial_state: as in :func:`conv1d_prefill`.
 
-    Returns ``[T, heads, head_dim]``, fresh, zeros for padding. On CUDA tokens are multiplied in blocks of 64 in x's
+    Returns ``[T, heads, head_dim]``, fresh, zeros for padding. On CUDA tokens are multiplied in blocks of 32 in x's
     dtype with float32 sums, so that a NaN may show in all of its block. Raises as :func:`conv1d_update`.
     """
     plane = _ssm_plane(pool, layer, kind, x, B)

@@ -87,7 +87,10 @@ def conv_work(shape: ConvShape, device: torch.device, fill: bool = True) -> Stat
 
 
 def mamba_work(shape: MambaShape, device: torch.device, fill: bool = True) -> StateWork:
-    """Make Mamba-2's data. B and C are such that outputs are about as large as x."""
+    """Make Mamba-2's data. B and C are such that outputs are about as large as x.
+
+    D is small, since a first token's output, ``(D + dt * B . C) * x``, must not be the difference of two large ones.
+    """
     torch.manual_seed(0)
     s = shape
     rows = s.batch * max(s.tokens, 1)
@@ -95,7 +98,7 @@ def mamba_work(shape: MambaShape, device: torch.device, fill: bool = True) -> St
     dt = torch.randn(rows, s.heads, dtype=s.dtype, device=device)
     A = -torch.rand(s.heads, device=device) - 0.5
     B, C = torch.randn(2, rows, s.groups, s.state_dim, dtype=s.dtype, device=device) / s.state_dim**0.25
-    D, dt_bias = torch.randn(2, s.heads, device=device)
+    D, dt_bias = 0.02 * torch.randn(s.heads, device=device), torch.randn(s.heads, device=device)
     options: dict[str, Any] = dict(D=D, dt_bias=dt_bias, dt_softplus=True)
     tail: Any = (random_pages(s.batch, device), [], s.state_dtype)
     call: Any

@@ -19,7 +19,7 @@ from .selective import first_page, silu, step_size
 if TYPE_CHECKING:
     from ..ops.selective import SelectiveStateUpdate
 
-_ELEMENTS, _PER_WARP = 4096, 1024  # of a state, a program, and of those a warp
+_BYTES, _PER_WARP = 16384, 1024  # of a state, a program; elements of a warp
 
 
 @triton.jit(do_not_specialize=["num_pages"])
@@ -118,7 +118,7 @@ def selective_state_update(a: SelectiveStateUpdate) -> Tensor:
     heads, head_dim = a.x.shape[-2:]
     groups, state_dim = a.B.shape[-2:]
     block_s = next_power_of_2(state_dim)
-    block_p = min(next_power_of_2(head_dim), max(1, _ELEMENTS // block_s))
+    block_p = min(next_power_of_2(head_dim), max(1, _BYTES // a.state_dtype.itemsize // block_s))
     launch(
         _selective_state_update,
         (a.x.shape[0] * heads * cdiv(head_dim, block_p),),

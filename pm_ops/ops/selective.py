@@ -7,7 +7,7 @@ limits, and with the group of B and C that the head belongs to:
 
 See :mod:`pm_ops.ops._state` for which page is read and which one is written. What is stored is rounded to the state's
 dtype; between the tokens of one call the state stays in float32, and ``out`` comes from it before it is rounded.
-On CUDA the prefill multiplies blocks of tokens in x's dtype, with float32 sums; float32 rows are multiplied as such.
+On CUDA the prefill multiplies blocks of tokens in x's dtype, with float32 sums; float32 rows to nearly that precision.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
 from pm_ops.kernels.selective_scan import selective_scan_prefill
 from pm_ops.kernels.selective_update import selective_state_update
 from pm_ops.ops.conv import Conv1dPrefill, Conv1dUpdate
-from pm_ops.ops.selective import SelectiveStateUpdate
+from pm_ops.ops.selective import SelectiveScanPrefill, SelectiveStateUpdate
 from pm_ops.testing import writes_only
 
 TOLERANCE = {F32: 2e-5, F16: 4e-3, BF16: 2e-2}
-"""Of out and state, relative to the largest number."""
+"""Of out and state, relative to the largest number; five times as much of a scan, whose decays are differences."""
 
 
 def run(a: Call) -> Tensor:
@@ -59,16 +59,17 @@ def check(case: Call, device: str) -> None:
     with writes_only(a.buffer, owned_bytes(case, list(states))):
         got = run(a)
     assert got.is_contiguous() and got.dtype == case.x.dtype and got.shape == case.x.shape
-    assert near(got.cpu(), out, case.x.dtype, case.x.dtype)
+    factor = 5 if isinstance(case, SelectiveScanPrefill) else 1
+    assert near(got.cpu(), out, case.x.dtype, case.x.dtype, factor)
     assert bool((got.cpu()[out == 0] == 0).all())
     found = states_of(replace(a, buffer=a.buffer.cpu()))
     for page, state in states.items():
-        assert near(found[page], state, case.state_dtype, case.x.dtype), page
+        assert near(found[page], state, case.state_dtype, case.x.dtype, factor), page
 
 
-def near(got: Tensor, right: Tensor, stored: torch.dtype, computed: torch.dtype) -> bool:
+def near(got: Tensor, right: Tensor, stored: torch.dtype, computed: torch.dtype, factor: int) -> bool:
     scale = max(float(right.abs().max()), 1.0) if right.numel() else 1.0
-    allowed = max(TOLERANCE[stored], TOLERANCE[computed]) * scale
+    allowed = max(TOLERANCE[stored], TOLERANCE[computed]) * scale * factor
     return bool(((got.double() - right).abs() <= allowed).all())
 
 
