@@ -176,7 +176,7 @@ def launch_every_gated_delta_kernel() -> None:
         gated_delta_update(update_case(2, **options))
         gated_delta_update(update_case(2, 3, each=True, l2_norm=False, value_first=False, **options))
         gated_delta_prefill(prefill_case([3, 2], **options))
-        gated_delta_prefill(prefill_case([3], initial=False, l2_norm=False, value_first=False, **options))
+    gated_delta_prefill(prefill_case([3], initial=False, l2_norm=False, value_first=False, dtypes=(f16,) * 5))
     kernels.gated_delta_prefill.is_hopper = lambda device: True
     for heads in (1, 4):
         gated_delta_prefill(prefill_case([3], heads=(heads, 1), dims=(128, 128), dtypes=(bf16,) * 5))
