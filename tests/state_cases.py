@@ -49,7 +49,16 @@ def _indices(batch: int, per_token: int | None, num_pages: int, skip: bool, dtyp
     index = index.view(batch, per_token) if per_token else index
     if skip and batch > 1:
         index[1] = -1
+    if skip and per_token and per_token > 1:
+        index[0, -1] = -1
     return index
+
+
+def _accepted(batch: int, tokens: int | None, dtype: torch.dtype) -> Tensor:
+    """Any number, but one of the first sequence, whose last token has no page."""
+    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=dtype)
+    accepted[:1] = 1
+    return accepted
 
 
 def conv_update(
@@ -61,7 +70,7 @@ def conv_update(
     leading = (batch,) if tokens is None else (batch, tokens)
     pool = state_pool((dim, width - 1), state_dtype, pages)
     index = _indices(batch, tokens if per_token else None, pages, skip, index_dtype)
-    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None
+    accepted = _accepted(batch, tokens, index_dtype) if per_token else None
     rows, weight, taps = _rows((*leading, dim), dtype), torch.randn(dim, width).to(dtype), torch.randn(dim).to(dtype)
     plane = pool.geometry(1, "state")
     return Conv1dUpdate(
@@ -105,7 +114,7 @@ def ssm_update(
     leading = (batch,) if tokens is None else (batch, tokens)
     pool = state_pool((heads[0], *dims), state_dtype, pages)
     index = _indices(batch, tokens if per_token else None, pages, skip, index_dtype)
-    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None
+    accepted = _accepted(batch, tokens, index_dtype) if per_token else None
     return SelectiveStateUpdate(
         pool.buffer, *_mamba(leading, heads, dims, dtype), index, pool.geometry(1, "state"), state_dtype,
         **_options(leading, heads[0], dims[0], dtype, gate) | options, num_accepted=accepted,
