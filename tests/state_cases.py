@@ -24,12 +24,15 @@ Call = Conv1dUpdate | Conv1dPrefill | SelectiveStateUpdate | SelectiveScanPrefil
 
 
 def state_pool(shape: Sequence[int], dtype: torch.dtype, num_pages: int, layers: int = 3) -> PagePool:
-    """Pages of random bytes with gaps between them, in a larger buffer; the states of layer 1 are numbers."""
+    """Pages of random bytes with gaps between them, in a larger buffer; the states of layer 1 are numbers.
+
+    In front of page 0 there is room for one more, so that a write to page -1 would be seen.
+    """
     layout = pm_ops.state_page(layers, {"state": (tuple(shape), dtype)}, align=16)
     stride = layout.page_bytes + 48
-    buffer = torch.zeros(64 + num_pages * stride + 16, dtype=torch.uint8)
+    buffer = torch.zeros(64 + (num_pages + 1) * stride + 16, dtype=torch.uint8)
     fill_random(buffer)
-    pool = PagePool(layout, num_pages, buffer=buffer, base=64, page_stride=stride)
+    pool = PagePool(layout, num_pages, buffer=buffer, base=64 + stride, page_stride=stride)
     view = pool.view(1, "state")
     view.copy_(torch.randn(view.shape).to(dtype))
     return pool
