@@ -24,12 +24,15 @@ Call = Conv1dUpdate | Conv1dPrefill | SelectiveStateUpdate | SelectiveScanPrefil
 
 
 def state_pool(shape: Sequence[int], dtype: torch.dtype, num_pages: int, layers: int = 3) -> PagePool:
-    """Pages of random bytes with gaps between them, in a larger buffer; the states of layer 1 are numbers."""
+    """Pages of random bytes with gaps between them, in a larger buffer; the states of layer 1 are numbers.
+
+    In front of page 0 there is room for one more, so that a write to page -1 would be seen.
+    """
     layout = pm_ops.state_page(layers, {"state": (tuple(shape), dtype)}, align=16)
     stride = layout.page_bytes + 48
-    buffer = torch.zeros(64 + num_pages * stride + 16, dtype=torch.uint8)
+    buffer = torch.zeros(64 + (num_pages + 1) * stride + 16, dtype=torch.uint8)
     fill_random(buffer)
-    pool = PagePool(layout, num_pages, buffer=buffer, base=64, page_stride=stride)
+    pool = PagePool(layout, num_pages, buffer=buffer, base=64 + stride, page_stride=stride)
     view = pool.view(1, "state")
     view.copy_(torch.randn(view.shape).to(dtype))
     return pool
@@ -49,7 +52,16 @@ def _indices(batch: int, per_token: int | None, num_pages: int, skip: bool, dtyp
     index = index.view(batch, per_token) if per_token else index
     if skip and batch > 1:
         index[1] = -1
+    if skip and per_token and per_token > 1:
+        index[0, -1] = -1
     return index
+
+
+def _accepted(batch: int, tokens: int | None, dtype: torch.dtype) -> Tensor:
+    """Any number, but one of the first sequence, whose last token has no page."""
+    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=dtype)
+    accepted[:1] = 1
+    return accepted
 
 
 def conv_update(
@@ -61,7 +73,7 @@ def conv_update(
     leading = (batch,) if tokens is None else (batch, tokens)
     pool = state_pool((dim, width - 1), state_dtype, pages)
     index = _indices(batch, tokens if per_token else None, pages, skip, index_dtype)
-    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None
+    accepted = _accepted(batch, tokens, index_dtype) if per_token else None
     rows, weight, taps = _rows((*leading, dim), dtype), torch.randn(dim, width).to(dtype), torch.randn(dim).to(dtype)
     plane = pool.geometry(1, "state")
     return Conv1dUpdate(
@@ -105,7 +117,7 @@ def ssm_update(
     leading = (batch,) if tokens is None else (batch, tokens)
     pool = state_pool((heads[0], *dims), state_dtype, pages)
     index = _indices(batch, tokens if per_token else None, pages, skip, index_dtype)
-    accepted = torch.randint(0, (tokens or 1) + 1, (batch,), dtype=index_dtype) if per_token else None
+    accepted = _accepted(batch, tokens, index_dtype) if per_token else None
     return SelectiveStateUpdate(
         pool.buffer, *_mamba(leading, heads, dims, dtype), index, pool.geometry(1, "state"), state_dtype,
         **_options(leading, heads[0], dims[0], dtype, gate) | options, num_accepted=accepted,
