@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .common import find_sequence
 from .gated_delta import L2_EPS, decays, rates
@@ -41,8 +42,11 @@ def chunk_of(query_start, slot, batch, num_tokens):
 
 @triton.jit
 def load_rows(x, first, row, exists, stride, d, dim_stride, DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows `first + row` of one head, [rows, elements]; zeros where they or their elements do not exist."""
-    at = row.to(tl.int64)[:, None] * stride + d.to(tl.int64)[None, :] * dim_stride
+    """Rows `first + row` of one head, [rows, elements]; zeros where they or their elements do not exist.
+
+    Within a chunk offsets have 32 bits: see `near`.
+    """
+    at = row[:, None] * stride + d[None, :] * dim_stride
     mask = exists[:, None] & (d < DIM)[None, :]
     return tl.load(x + first * stride + at, mask=mask, other=0.0).to(DTYPE)
 
@@ -132,7 +136,13 @@ def _gated_delta_chunks(
         a *= key_norm[:, None] * key_norm[None, :]
     else:
         w *= scale
-    tile = at[:, None] * CHUNK + i[None, :]
-    tl.store(weights + tile, tl.where(seen, w, 0.0).to(DTYPE), mask=exists[:, None])
+    start = (first * HEADS + h) * CHUNK
+    tile = i[:, None] * (HEADS * CHUNK) + i[None, :]
+    tl.store(weights + start + tile, tl.where(seen, w, 0.0).to(DTYPE), mask=exists[:, None])
     inverse = unit_lower_inverse(tl.where(i[:, None] > i[None, :], a, 0.0), PRECISION)
-    tl.store(inverses + tile, (inverse * rate[None, :]).to(DTYPE), mask=exists[:, None])
+    tl.store(inverses + start + tile, (inverse * rate[None, :]).to(DTYPE), mask=exists[:, None])
+
+
+def near(x: Tensor) -> Tensor:
+    """Rows `[T, heads, dim]`, a chunk of which lies within 2^31 elements: a copy where they are further apart."""
+    return x if (CHUNK.value - 1) * x.stride(0) + x.shape[2] * x.stride(2) < 1 << 31 else x.contiguous()

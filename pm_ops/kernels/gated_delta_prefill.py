@@ -17,7 +17,7 @@ from torch import Tensor
 from .common import TRITON_DTYPE, cdiv, next_power_of_2
 from .device import is_hopper, multiprocessors
 from .gated_delta import state_cells
-from .gated_delta_chunk import CHUNK, _gated_delta_chunks, load_rows
+from .gated_delta_chunk import CHUNK, _gated_delta_chunks, load_rows, near
 from .launch import Launch
 from .padding import zero_padding
 
@@ -111,7 +111,7 @@ def _gated_delta_scan(
         change = tl.dot(inverse, (values.to(tl.float32) - found).to(DTYPE), input_precision=PRECISION)
         o = tl.dot(queries, before, input_precision=PRECISION) * (tl.exp2(c) * query_norm)[:, None]
         o = tl.dot(weight, change.to(DTYPE), o, input_precision=PRECISION)
-        rows = out + at[:, None] * VALUE_DIM + v[None, :]
+        rows = out + (first * HEADS + h) * VALUE_DIM + (i[:, None] * (HEADS * VALUE_DIM) + v[None, :])
         o = tl.where(live, o, 0.0).to(out.dtype.element_ty)
         tl.store(rows, o, mask=exists[:, None] & (v < VALUE_DIM)[None, :])
         change *= (tl.exp2(tl.where(exists, last - c, 0.0)) * key_norm)[:, None]
@@ -130,7 +130,8 @@ def gated_delta_prefill(a: GatedDeltaPrefill) -> Tensor:
     if batch == 0:
         return out.zero_()
     dtype = a.key.dtype if a.key.dtype == a.query.dtype == a.value.dtype else torch.float32
-    strides = tuple(x.stride() for x in (a.query, a.key, a.value, a.g, a.beta))
+    query, key, value = near(a.query), near(a.key), near(a.value)
+    strides = tuple(x.stride() for x in (query, key, value, a.g, a.beta))
     chunks, scan = _launches(
         tokens, batch, (key_heads, key_dim, heads, value_dim), strides, tuple(a.state_plane), a.state_dtype, dtype,
         a.l2_norm, a.value_first, out.device,
@@ -142,8 +143,8 @@ def gated_delta_prefill(a: GatedDeltaPrefill) -> Tensor:
     start, index = a.query_start.contiguous(), a.state_indices.contiguous()
     a_log, dt_bias, initial = (None if x is None else x.contiguous() for x in (a.a_log, a.dt_bias, a.has_initial_state))
     kept = (decay_sums, *norms, inverses, weights)
-    chunks(a.query, a.key, a.g, a.beta, start, a_log, dt_bias, *kept, a.scale)
-    scan(a.buffer, a.query, a.key, a.value, start, index, initial, *kept, out, a.scale)
+    chunks(query, key, a.g, a.beta, start, a_log, dt_bias, *kept, a.scale)
+    scan(a.buffer, query, key, value, start, index, initial, *kept, out, a.scale)
     zero_padding(out, start)
     return out
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pm_ops.kernels import gated_delta_prefill as gated_delta_prefill_module
 from pm_ops.kernels.gated_delta import gated_delta_update
+from pm_ops.kernels.gated_delta_chunk import near as near_rows
 from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.ops.gated_delta import GatedDeltaUpdate
 from pm_ops.testing import writes_only
@@ -163,6 +164,12 @@ def test_pages_that_no_pool_has_are_skipped(device: str) -> None:
         far = on(replace(case, state_indices=torch.full_like(case.state_indices, 2**31 - 1)), device)
         with writes_only(far.buffer, []):
             assert bool((run(far) == 0).all())
+
+
+def test_rows_too_far_apart_for_32_bits_within_a_chunk_are_copied() -> None:
+    for stride, copied_ in ((1 << 25, False), (1 << 26, True)):
+        rows = torch.empty_strided((2, 1, 3), (stride, 3, 1), device="meta")
+        assert (near_rows(rows) is not rows) == copied_ == near_rows(rows).is_contiguous()
 
 
 def test_few_heads_make_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
