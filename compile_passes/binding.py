@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from .facade import Facade, make_facade, refuse_to_load
 from .forms import CachePlane, form_of
 from .internals import empty_storage, give_storage, storage_key
 from .report import RewriteReport
+from .states import named_states, state_form
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def bind(
     *,
     keys: Iterable[Tensor] | None = None,
     values: Iterable[Tensor] | None = None,
+    states: Mapping[str, Iterable[Tensor]] | None = None,
     dims: str | None = None,
 ) -> Binding:
     """Move caches into a pool's pages and turn the tensors into facades, which hold no memory.
@@ -141,6 +143,8 @@ def bind(
             ``keys=kv[0], values=kv[1]``. Forms: ``[slots, heads, head_dim]`` or ``[pages, page_size, heads,
             head_dim]``, addressed by physical slot, which take every page of the pool; ``[batch, heads, seq,
             head_dim]`` or ``[batch, seq, heads, head_dim]``, whose pages come from ``pool.allocator``.
+        states: by kind of plane, such as ``"conv"`` and ``"ssm"``, the recurrent states ``[num_pages, *shape]`` of the
+            layers that have it, in order. They are addressed by page, and take every page of the pool.
         dims: which form it is, ``"SHD"``, ``"PSHD"``, ``"BHSD"`` or ``"BSHD"``; needed only where a shape fits two.
 
     From then on compile the model with this binding's backend only; code that another backend compiled raises an
@@ -156,9 +160,12 @@ def bind(
         if keys is not None or values is not None:
             raise ValueError("bind takes a cache object, or keys= and values=, not both")
         keys, values = _static_layers(cache)
-    named = _named(pool, keys, values)
+    named = [] if states is not None and keys is values is None else _named(pool, keys, values)
     storages: dict[int, int] = {}
     planes = [_plane(pool, layer, kind, t, dims, storages) for layer, kind, t in named]
+    recurrent = [] if states is None else named_states(pool, states)
+    planes += [_state(pool, layer, kind, t, storages) for layer, kind, t in recurrent]
+    named += recurrent
     _check_distinct(planes)
     tensors = [t for _, _, t in named]
     objects = sharing(tensors)
@@ -221,16 +228,7 @@ def _plane(
             f"{where} would be quantised: its plane has a scale for each token and head, but a bound cache holds what "
             "the model writes; use a layout without scales=True"
         )
-    if isinstance(tensor, Facade):
-        raise ValueError(f"{where} is bound already; release that binding first")
-    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise ValueError(f"{where} must be a plain torch.Tensor, got {type(tensor).__name__}")
-    if tensor.requires_grad:
-        raise ValueError(f"{where} requires grad; detach it, caches in pages have no gradient")
-    if tensor.dtype != plane.dtype or tensor.device != pool.device:
-        raise ValueError(
-            f"{where} is {tensor.dtype} on {tensor.device}, its plane {plane.dtype} on {pool.device}; they must agree"
-        )
+    _require_plain(where, tensor, plane.dtype, pool.device)
     form = form_of(tensor, plane.heads, plane.dim, pool.page_size, pool.num_pages, dims)
     storage = storages.setdefault(storage_key(tensor), len(storages))
     found = CachePlane(
@@ -241,6 +239,25 @@ def _plane(
     if not nested or (form == "PSHD" and not found.merged("P", "S")):
         raise ValueError(f"{where} has shape {list(tensor.shape)} and strides {list(tensor.stride())}: axes overlap")
     return found
+
+
+def _require_plain(where: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    if isinstance(tensor, Facade):
+        raise ValueError(f"{where} is bound already; release that binding first")
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(f"{where} must be a plain torch.Tensor, got {type(tensor).__name__}")
+    if tensor.requires_grad:
+        raise ValueError(f"{where} requires grad; detach it, caches in pages have no gradient")
+    if tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{where} is {tensor.dtype} on {tensor.device}, its plane {dtype} on {device}; they must agree"
+        )
+
+
+def _state(pool: PagePool, layer: int, kind: str, tensor: Tensor, storages: dict[int, int]) -> CachePlane:
+    plane = pool.layout.plane(layer, kind)
+    _require_plain(f"the {kind} state of layer {layer}", tensor, plane.dtype, pool.device)
+    return state_form(pool, layer, kind, tensor, storages.setdefault(storage_key(tensor), len(storages)))
 
 
 def _take_pages(pool: PagePool, planes: Sequence[CachePlane]) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pm_ops import PagePool
-from pm_ops.ops._common import bits
+from pm_ops.ops._common import bits, plane_view
 
 from .forms import CachePlane
 
@@ -24,7 +24,8 @@ class Cells:
 
     def __init__(self, pool: PagePool, plane: CachePlane, page_table: Tensor | None) -> None:
         self.plane = plane
-        self._cells = bits(pool.view(plane.layer, plane.kind))
+        rows = (plane.page_size, plane.heads, plane.dim, plane.dtype)
+        self._cells = bits(plane_view(pool.buffer, plane.geometry, *rows))
         if plane.paged:
             assert page_table is not None
             slots = page_table.long()[:, :, None] * plane.page_size + torch.arange(plane.page_size, device=pool.device)

@@ -2,7 +2,8 @@
 
 A form is a string of axis letters: ``S`` token slots or positions, ``P`` pages, ``B`` sequences, ``H`` heads, ``D``
 elements of a head. ``SHD`` and ``PSHD`` are an engine's caches, addressed by physical slot; ``BHSD`` and ``BSHD`` are a
-batch of sequences, addressed by position, whose pages the binding's page table names.
+batch of sequences, addressed by position, whose pages the binding's page table names. A recurrent state is ``SHD`` too:
+its slots are pages, its first axis is the heads, and all behind that the elements of a head.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class CachePlane:
         shape, stride, storage_offset, dtype: the cache tensor's.
         heads, dim: of one token's row.
         geometry: ``PagePool.plane(layer, kind).geometry``.
-        page_size: the pool's.
+        page_size: the pool's; 1 for a state.
         storage: number of the storage that it lies in, within its binding.
     """
 

@@ -58,7 +58,13 @@ class Region:
         return full_heads and full_dim and (not heads or not elements or heads < elements)
 
     def _full(self, at: list[int], size: int) -> bool:
-        return len(at) == 1 and self.dims[at[0]].step == 1 and self.dims[at[0]].size == size
+        """Do these dimensions, one inside the other, step through all of an axis?"""
+        step: Size = 1
+        for dim in (self.dims[i] for i in reversed(at)):
+            if dim.step != step:
+                return False
+            step = step * dim.size
+        return bool(step == size)
 
 
 def locate(view: Tensor, planes: Sequence[CachePlane]) -> Region:

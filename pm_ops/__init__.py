@@ -10,7 +10,7 @@ from . import ops
 from .allocator import PageAllocator
 from .descriptors import count_layer_major, page_descriptors, page_regions, pair_descriptors
 from .disk import load_pages, save_pages
-from .formats import hicache, page_major, token_major, vllm
+from .formats import hicache, page_major, state_page, token_major, vllm
 from .functional import (
     attention,
     attention_impl,
@@ -19,18 +19,22 @@ from .functional import (
     rope_store_kv,
     store_kv,
 )
+from .gated_delta import gated_delta_prefill, gated_delta_update
 from .header import PageHeader
 from .host import HostPool
+from .hybrid import HybridPool, TwoEndedPool
 from .layout import PageLayout, Plane
 from .nixl import NixlPages
 from .page_store import PageStore
 from .pool import PagePool
 from .repack import RepackPlan
+from .state import conv1d_prefill, conv1d_update, selective_scan_prefill, selective_state_update
 
 __version__ = "0.1.0"
 
 __all__ = [
     "HostPool",
+    "HybridPool",
     "NixlPages",
     "PageAllocator",
     "PageHeader",
@@ -39,9 +43,14 @@ __all__ = [
     "PageStore",
     "Plane",
     "RepackPlan",
+    "TwoEndedPool",
     "attention",
     "attention_impl",
+    "conv1d_prefill",
+    "conv1d_update",
     "count_layer_major",
+    "gated_delta_prefill",
+    "gated_delta_update",
     "hicache",
     "load_kv",
     "load_pages",
@@ -53,6 +62,9 @@ __all__ = [
     "pair_descriptors",
     "rope_store_kv",
     "save_pages",
+    "selective_scan_prefill",
+    "selective_state_update",
+    "state_page",
     "store_kv",
     "token_major",
     "vllm",

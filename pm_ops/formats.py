@@ -9,6 +9,7 @@ format                    bytes of a page                                       
 ``vllm("BLHNC")``         ``[layer][head][token][K | V]``                                vLLM 0.29 on
 ``vllm("BHLNC")``         ``[head][layer][token][K | V]``                                vLLM 0.29 on
 ``hicache(…)``            ``[K | V][layer][token][head]``, also token or head first      SGLang 0.5.17, HiCache
+``state_page``            ``[conv·L | … | ssm·L]``, one state of a sequence a page       SGLang 0.5.17, Mamba
 ========================  =============================================================  ============================
 
 With ``scales=True`` the first two also hold a float32 scale of every (token, head) of K and of V, behind all the rest,
@@ -27,7 +28,7 @@ value a layer (models whose layers differ).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -184,6 +185,36 @@ def hicache(
         for kind, start in (("key", 0), ("value", half))
     ]
     return PageLayout(page_size, 2 * half, tuple(planes), f"hicache {order}")
+
+
+def state_page(
+    layers: int | Sequence[int],
+    states: Mapping[str, tuple[Sequence[int], Dtype]],
+    *,
+    align: int = 1,
+) -> PageLayout:
+    """``page = [first kind of every layer | second kind of every layer | …]``: one sequence's recurrent states.
+
+    Args:
+        layers: number of layers, or their numbers, for models in which only some layers have a state.
+        states: by kind, in page order, the shape and dtype of a layer's state, such as
+            ``{"conv": ((dim, width - 1), "bfloat16"), "ssm": ((heads, head_dim, state_dim), "float32")}``.
+        align: start every state, and end the page, at a multiple of this many bytes. 1 is byte-exact with SGLang.
+
+    Raises:
+        ValueError: a state or the page's end does not fall on its dtype's bytes; ``align=16`` always does.
+    """
+    numbers = list(range(layers)) if isinstance(layers, int) else list(layers)
+    planes = []
+    end = 0
+    for kind, (shape, given) in states.items():
+        dtype, sizes = _dtype(given), tuple(shape)
+        row = math.prod(sizes[1:]) * dtype.itemsize
+        for layer in numbers:
+            start = _round_up(end, align)
+            planes.append(Plane(layer, kind, start, None, row, sizes, dtype))
+            end = start + math.prod(sizes) * dtype.itemsize
+    return PageLayout(1, _round_up(end, align), tuple(planes), "state_page")
 
 
 def _strides(order: str, sizes: dict[str, int], content: int) -> tuple[dict[str, int], int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -187,6 +187,15 @@ class PageLayout:
         return PageLayout(
             self.page_size, last.offset + last.nbytes - first.offset, moved, f"{self.name} {'+'.join(kinds)}"
         )
+
+    def numbered(self, layers: Sequence[int]) -> PageLayout:
+        """The same pages with these numbers for their layers, in order: a part of the layers of a hybrid model."""
+        if len(layers) != len(self.layers) or len(set(layers)) != len(layers):
+            raise ValueError(
+                f"{list(layers)}: give a number of its own to each of {counted(len(self.layers), 'layer')}"
+            )
+        number = dict(zip(self.layers, layers, strict=True))
+        return replace(self, planes=tuple(replace(p, layer=number[p.layer]) for p in self.planes))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -16,6 +16,7 @@ from .ops._common import ROW_DTYPES
 from .ops.repack import WIDER
 from .pool import PagePool
 from .repack import RepackPlan
+from .state_samples import STATE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of ``torch.ops.pm_ops.<name>``."""
@@ -91,6 +92,9 @@ def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
     """Valid inputs of an operator: none, one and many rows, int32 and int64, every dtype, non-contiguous inputs."""
     if op == "merge_attention":
         yield from _merge_samples(device)
+        return
+    if op in STATE_SAMPLES:
+        yield from STATE_SAMPLES[op](device)
         return
     make = {
         "store_kv": _store_samples,

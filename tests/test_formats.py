@@ -226,3 +226,23 @@ def test_sizes_below_one_are_refused(make, bad: dict[str, int]) -> None:
 def test_an_alignment_below_one_is_refused(make, align: int) -> None:
     with pytest.raises(ValueError, match=f"align={align}"):
         make(2, 2, 8, 4, torch.float32, align=align)
+
+
+def test_state_page_puts_kind_after_kind_each_of_all_layers() -> None:
+    conv, ssm = (6, 3), (2, 4, 5)
+    layout = pm_ops.state_page([1, 4], {"conv": (conv, "bfloat16"), "ssm": (ssm, torch.float32)})
+    assert (layout.page_size, layout.page_bytes, layout.token_bytes) == (1, 2 * 18 * 2 + 2 * 40 * 4, 0)
+    assert [layout.plane(i, "conv").offset for i in (1, 4)] == [0, 36]
+    assert [layout.plane(i, "ssm").offset for i in (1, 4)] == [72, 72 + 160]
+    pool = pm_ops.PagePool(layout, 3)
+    view = pool.view(4, "ssm")
+    view[2, 1, 3, 4] = 7.0
+    assert pool.buffer.view(torch.float32)[(2 * layout.page_bytes + 72 + 160) // 4 + (1 * 4 + 3) * 5 + 4] == 7.0
+
+
+def test_states_are_aligned_where_that_is_asked_for() -> None:
+    states = {"conv": ((3, 3), "bfloat16"), "ssm": ((2, 2), "float32")}
+    with pytest.raises(ValueError, match="multiples of float32's 4 bytes; pad the page or pass align="):
+        pm_ops.state_page(1, states)
+    layout = pm_ops.state_page(2, states, align=16)
+    assert [layout.plane(i, k).offset for k in states for i in (0, 1)] == [0, 32, 64, 80] and layout.page_bytes == 96

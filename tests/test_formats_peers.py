@@ -290,3 +290,43 @@ def test_store_kv_writes_what_sglangs_store_writes(
         )  # fmt: skip
     assert torch.equal(ours.buffer, theirs.buffer)
     assert not torch.equal(ours.buffer, noise)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_state_page_is_sglangs_page_major_mamba_views(seed: int, page_major: ModuleType) -> None:
+    """One to three convolution states, dtypes that differ, an anchor before the first page."""
+    rng = random.Random(seed)
+    conv_dtype, dtype = rng.choice(DTYPES), rng.choice((torch.float32, torch.bfloat16))
+    convs = [(rng.choice((8, 24)), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
+    shape, layers, slots, anchor = (rng.choice((2, 4)), 4, rng.choice((2, 6))), rng.randint(1, 5), 6, 64
+    states: dict[str, Any] = {f"conv{i}": (conv, conv_dtype) for i, conv in enumerate(convs)}
+    layout = pm_ops.state_page(layers, states | {"ssm": (shape, dtype)})
+    arguments = dict(
+        layer_num=layers,
+        conv_state_shapes=convs,
+        conv_dtype=conv_dtype,
+        temporal_state_shape=shape,
+        temporal_dtype=dtype,
+    )
+    assert layout.page_bytes == page_major.mamba_entry_bytes(**arguments)
+    buffer = torch.zeros(anchor + slots * layout.page_bytes, dtype=torch.uint8)
+    pool = pm_ops.PagePool(layout, slots, buffer=buffer, base=anchor)
+    conv_views, ssm_view = page_major.build_page_major_mamba_views(
+        buffer, **arguments, max_slots=slots, anchor_bytes=anchor
+    )
+    for layer in range(layers):
+        for i, view in enumerate(conv_views):
+            assert_same_bytes(pool.view(layer, f"conv{i}"), view[layer])
+        assert_same_bytes(pool.view(layer, "ssm"), ssm_view[layer])
+
+
+def test_a_state_that_does_not_fall_on_its_dtypes_bytes_is_refused_as_sglang_does(page_major: ModuleType) -> None:
+    states = {"conv": ((3, 3), torch.bfloat16), "ssm": ((2, 2), torch.float32)}
+    with pytest.raises(ValueError, match="must be multiples of float32's 4 bytes; pad the page or pass align="):
+        pm_ops.state_page(1, states)
+    assert pm_ops.state_page(1, states, align=4).plane(0, "ssm").offset == 20
+    arguments = dict(layer_num=1, conv_state_shapes=[(3, 3)], conv_dtype=torch.bfloat16, max_slots=2)
+    with pytest.raises(AssertionError, match="misaligned mamba spec"):
+        page_major.build_page_major_mamba_views(
+            torch.zeros(400, dtype=torch.uint8), **arguments, temporal_state_shape=(2, 2), temporal_dtype=torch.float32
+        )

@@ -21,8 +21,8 @@ def block(name: str) -> str:
 
 
 def test_every_python_block_is_run_here() -> None:
-    assert README.count("```python") == README.count("<!-- runs in tests/") == 8
-    assert README.count("<!-- runs in tests/test_readme.py: ") == 7
+    assert README.count("```python") == README.count("<!-- runs in tests/") == 9
+    assert README.count("<!-- runs in tests/test_readme.py: ") == 8
 
 
 class Layer(torch.nn.Module):
@@ -143,6 +143,18 @@ def test_between_layouts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @torch.no_grad()
+def test_a_hybrid_models_pages() -> None:
+    """The state holds the last three inputs, in the page and in its copy, between pages of keys and values."""
+    names: dict[str, Any] = {"torch": torch, "pm_ops": pm_ops}
+    exec(block("hybrid"), names)
+    view = names["pool"]["state"].view(1, "conv")
+    copy = names["pool"].allocator.alloc()[0] - 1  # the last page that was taken before
+    assert torch.equal(view[names["state"]], names["x"][37:].T.bfloat16()) and torch.equal(
+        view[copy], view[names["state"]]
+    )
+    assert names["y"].shape == (40, 96)
+
+
 def test_with_transformers() -> None:
     """generate over a PageMajorCache gives the tokens of the stock cache, for a ragged batch."""
     transformers = pytest.importorskip("transformers")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from . import transfer_cases
+from . import gated_delta_cases, state_cases, transfer_cases
+from .case import Case
 from .limits import has_peer
 from .transfer_cases import RepackShape, TransferShape
 
-SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "transfer", "peer", "host")
+SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "transfer", "peer", "state", "host")
 ATTENTION_SUITES = ("decode", "prefill", "extend", "mixed")
 
 
@@ -134,7 +135,18 @@ class PagesShape:
         return 2 * tokens * 2 * self.layers * self.row_bytes
 
 
-Shape = AttentionShape | StoreShape | PagesShape | TransferShape | RepackShape
+class CaseShape(Protocol):
+    """A shape that makes its case itself."""
+
+    @property
+    def name(self) -> str:
+        """Of the case."""
+
+    def case(self, suite: str) -> Case:
+        """What is built, bound, checked and counted."""
+
+
+Shape = AttentionShape | StoreShape | PagesShape | TransferShape | RepackShape | CaseShape
 
 
 def decode(name: str, batch: int, keys: int, **options: Any) -> AttentionShape:
@@ -186,6 +198,7 @@ _GPU: dict[str, tuple[Shape, ...]] = {
     ),
     "transfer": transfer_cases.GPU,
     "peer": transfer_cases.PEER,
+    "state": gated_delta_cases.GPU + state_cases.GPU,
     "host": (StoreShape("store 8 tokens", 8, pages=64), replace(decode("", 8, 512), name="attention B8 x 512")),
 }  # fmt: skip
 _QUICK = {
@@ -197,6 +210,7 @@ _QUICK = {
     "pages": 7,
     "transfer": 10,
     "peer": 3,
+    "state": 12,
     "host": 2,
 }
 
@@ -223,6 +237,7 @@ _CPU: dict[str, tuple[Shape, ...]] = {
     ),
     "transfer": transfer_cases.CPU,
     "peer": (),
+    "state": gated_delta_cases.CPU + state_cases.CPU,
     "host": (
         StoreShape("store 8 tokens", 8, pages=16, layers=2, **_ROWS),
         replace(decode("", 4, 32, **_TINY), name="attention B4 x 32"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .memory import Memory
+    from .state_work import StateWork
     from .transfer_work import RepackWork, TransferWork
     from .work import AttentionWork, PagesWork, RopeWork, StoreWork
 
@@ -19,6 +20,8 @@ ROPE = frozenset({"rope and store"})
 PAGES = frozenset({"pages", "move"})
 TRANSFER = frozenset({"transfer", "prefix", "host transfer"})
 REPACK = frozenset({"repack"})
+STATE = frozenset({"conv1d update", "conv1d prefill", "selective update", "selective prefill"})
+GATED_DELTA = frozenset({"gated delta update", "gated delta prefill"})
 
 
 class Unsupported(Exception):
@@ -92,4 +95,8 @@ class Implementation:
 
     def repack(self, work: RepackWork, layout: str) -> Bound:
         """The work's pages of one layout as pages of another."""
+        raise NotImplementedError
+
+    def state(self, work: StateWork, layout: str) -> Bound:
+        """The work's call over states; ``run`` returns its output."""
         raise NotImplementedError

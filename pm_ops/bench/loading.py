@@ -64,18 +64,30 @@ class Platform:
         return lambda *_: False
 
 
+def _logger(name: str) -> logging.Logger:
+    """With vLLM's methods that say something once."""
+    logger: Any = logging.getLogger(name)
+    logger.info_once = logger.warning_once = lambda *args, **options: logger.info(*args)
+    return logger
+
+
 def _vllm() -> dict[str, dict[str, Any]]:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 
     return {
         "vllm._custom_ops": dict(
             swap_blocks_batch=lambda *args, **options: torch.ops._C_cache_ops.swap_blocks_batch(*args, **options)
         ),
-        "vllm.envs": dict(VLLM_BATCH_INVARIANT=False),
-        "vllm.logger": dict(init_logger=logging.getLogger),
+        "vllm.envs": dict(VLLM_BATCH_INVARIANT=False, VLLM_TUNED_CONFIG_FOLDER=None),
+        "vllm.logger": dict(init_logger=_logger),
         "vllm.platforms": dict(current_platform=Platform()),
-        "vllm.triton_utils": dict(triton=triton, tl=tl, HAS_TRITON=True),
+        "vllm.triton_utils": dict(triton=triton, tl=tl, tldevice=libdevice, HAS_TRITON=True),
+        "vllm.utils.platform_utils": dict(
+            get_device_name_as_file_name=lambda: torch.cuda.get_device_name().replace(" ", "_")
+        ),
+        "vllm.v1.attention.backends.utils": dict(NULL_BLOCK_ID=0, PAD_SLOT_ID=-1),
         "vllm.utils.torch_utils": dict(is_quantized_kv_cache=lambda name: name.startswith("fp8")),
         "vllm.v1.kv_cache_interface": dict(KVQuantMode=KVQuantMode),
         "vllm.model_executor.layers.quantization.utils.quant_utils": dict(
@@ -90,7 +102,11 @@ def _sglang() -> dict[str, dict[str, Any]]:
     return {"sglang.srt.utils": platform}
 
 
-_STUBS = {"vllm": _vllm, "sglang": _sglang}
+def _fla() -> dict[str, dict[str, Any]]:
+    return {"fla": dict(__version__="of files")}
+
+
+_STUBS = {"vllm": _vllm, "sglang": _sglang, "fla": _fla}
 
 
 def import_module(folder: Path | None, name: str) -> ModuleType:

@@ -3,6 +3,7 @@ through ``torch.ops.pm_ops`` with the same memory's strides as integers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,23 @@ from torch import Tensor
 import pm_ops
 
 from ..transfer import Transfer
-from .implementation import ATTENTION, PAGES, REPACK, ROPE, STORE, TRANSFER, Bound, Implementation, Missing, Unsupported
+from .implementation import (
+    ATTENTION,
+    GATED_DELTA,
+    PAGES,
+    REPACK,
+    ROPE,
+    STATE,
+    STORE,
+    TRANSFER,
+    Bound,
+    Implementation,
+    Missing,
+    Unsupported,
+)
 from .memory import PAGE_MAJOR, Memory
 from .peer_fa3 import FA3
+from .state_work import StateWork
 from .transfer_work import RepackWork, TransferWork
 from .work import AttentionWork, PagesWork, RopeWork, StoreWork
 
@@ -25,7 +40,7 @@ class PmOps(Implementation):
     """What a call without further options does, with kernels of pm_ops' own where it might take another's."""
 
     name = "pm_ops"
-    kinds = ATTENTION | STORE | ROPE | PAGES | TRANSFER | REPACK
+    kinds = ATTENTION | STORE | ROPE | PAGES | TRANSFER | REPACK | STATE | GATED_DELTA
     ours = True
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
@@ -69,6 +84,12 @@ class PmOps(Implementation):
         """:class:`pm_ops.HostPool`. A restore is waited for as a whole."""
         return _transfer(work, layout, by_layer=False)
 
+    def state(self, work: StateWork, layout: str) -> Bound:
+        """The operator, through ``torch.ops``."""
+        call = work.calls[layout]
+        operator, arguments = getattr(torch.ops.pm_ops, snake(type(call).__name__)), work.arguments(call)
+        return Bound(lambda: operator(*arguments))
+
     def repack(self, work: RepackWork, layout: str) -> Bound:
         """:meth:`pm_ops.RepackPlan.run`."""
         if layout != PAGE_MAJOR:
@@ -109,6 +130,11 @@ class PmOpsFA3(Implementation):
         except ValueError as error:
             raise Unsupported(str(error)) from error
         return Bound(run)
+
+
+def snake(name: str) -> str:
+    """``"Conv1dUpdate"`` → ``"conv1d_update"``: an operator's name, from that of its arguments."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _geometry(memory: Memory) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from .implementation import Implementation, Missing
 from .ours import PmOps, PmOpsByLayer, PmOpsFA3
 from .peer_fa3 import FA3
 from .peer_flashinfer import FlashInfer
+from .peer_gated_delta import FLA, SGLangGatedDelta, VLLMGatedDelta
 from .peer_sglang import SGLang, SGLangOneLaunch
 from .peer_vllm import VLLM
+from .peer_vllm_mamba import VLLMMamba
 from .peer_vllm_swap import VLLMSwap, VLLMSwapTriton
 from .transfer_torch import TorchStaged
 
@@ -25,7 +27,11 @@ FACTORIES: dict[str, Factory] = {
     "pm_ops_fa3": lambda folder, device: _gpu(device, lambda: PmOpsFA3(FA3(folder))),
     "fa3": lambda folder, device: _gpu(device, lambda: FA3(folder)),
     "flashinfer": lambda folder, device: _gpu(device, FlashInfer),
+    "fla": lambda folder, device: _gpu(device, lambda: FLA(folder)),
+    "vllm_gated_delta": lambda folder, device: _gpu(device, lambda: VLLMGatedDelta(folder)),
+    "sglang_gated_delta": lambda folder, device: _gpu(device, lambda: SGLangGatedDelta(folder)),
     "vllm": lambda folder, device: _gpu(device, lambda: VLLM(folder)),
+    "vllm_mamba": lambda folder, device: _gpu(device, lambda: VLLMMamba(folder)),
     "vllm_swap": lambda folder, device: _gpu(device, lambda: VLLMSwap(folder)),
     "vllm_swap_triton": lambda folder, device: _gpu(device, lambda: VLLMSwapTriton(folder)),
     "sglang": lambda folder, device: _gpu(device, lambda: SGLang(folder)),

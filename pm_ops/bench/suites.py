@@ -33,8 +33,10 @@ def cases(suite: str, device: torch.device, quick: bool) -> Iterator[Case]:
             yield transfer_case(suite, shape)
         elif isinstance(shape, RepackShape):
             yield repack_case(suite, shape)
-        else:
+        elif isinstance(shape, PagesShape):
             yield pages_case(suite, shape)
+        else:
+            yield shape.case(suite)
 
 
 def attention_case(suite: str, shape: AttentionShape) -> Case:

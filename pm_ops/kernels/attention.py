@@ -27,29 +27,12 @@ from torch import Tensor
 from . import attention_hopper
 from .attention_plan import Shape, plan_of, shape_of
 from .attention_tile import attend
-from .common import LN2, LOG2E, TRITON_DTYPE
+from .common import LN2, LOG2E, TRITON_DTYPE, find_sequence
 from .launch import Launch
 from .merge import merge_splits
 
 if TYPE_CHECKING:
     from ..ops.attention import Attention
-
-
-@triton.jit
-def _find_sequence(query_start, block, batch, BLOCK_Q: tl.constexpr):
-    """The sequence of a query block, by bisection; `batch` stands for the padding rows behind the last sequence.
-
-    Sequence b's blocks begin at `query_start[b] // BLOCK_Q + b`, which leaves each as many blocks as it can need.
-    """
-    low = tl.zeros([], tl.int32)
-    high = batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @triton.jit(do_not_specialize=["num_queries", "uniform", "batch", "max_keys", "split_keys", "window", "bias_queries"])
@@ -133,7 +116,7 @@ def _attention(
         num = uniform
         first = block % blocks * BLOCK_Q
     else:
-        b = _find_sequence(query_start, block, batch, BLOCK_Q)
+        b = find_sequence(query_start, block, batch, BLOCK_Q)
         start = tl.load(query_start + b).to(tl.int64)
         stop = tl.load(query_start + b + 1, mask=b < batch, other=0).to(tl.int64)
         num = (tl.where(b < batch, stop, num_queries) - start).to(tl.int32)

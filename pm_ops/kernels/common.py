@@ -1,4 +1,4 @@
-"""What the kernels share: the slot address, the names of dtypes in Triton, and the device they launch on.
+"""What the kernels share: the slot address, the sequence of a block, the names of dtypes in Triton, and the device.
 
 Kernels take the pool's uint8 buffer and strides in bytes, as the ops do, and cast an address to the plane's dtype last.
 So the compiler sees which strides are multiples of 16 and vectorises where the geometry allows it; nothing is assumed.
@@ -33,6 +33,23 @@ ROUND = tl.constexpr(1.5 * 2**23)  # x + ROUND - ROUND is x rounded to an intege
 def slot_offset(page, token, page_stride, token_stride):
     """Byte offset of slot `page * page_size + token` in its plane. 64-bit: page strides pass 2^31 elements early."""
     return page.to(tl.int64) * page_stride + token.to(tl.int64) * token_stride
+
+
+@triton.jit
+def find_sequence(query_start, block, batch, BLOCK_Q: tl.constexpr):
+    """The sequence of a block of BLOCK_Q rows, by bisection; `batch` stands for the padding rows behind the last one.
+
+    Sequence b's blocks begin at `query_start[b] // BLOCK_Q + b`, which leaves each as many blocks as it can need.
+    """
+    low = tl.zeros([], tl.int32)
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @triton.jit

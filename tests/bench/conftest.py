@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-PEERS = ("vllm", "sglang", "flashinfer")
+PEERS = ("vllm", "sglang", "flashinfer", "fla")
 
 
 @pytest.fixture(autouse=True)

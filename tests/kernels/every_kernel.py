@@ -18,19 +18,26 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import torch
+from gated_delta_cases import prefill_case, update_case
 from kernels.cases import TOLERANCE, attention_case, moved_with_strides
 from kernels.test_rope import rope_case
+from state_cases import conv_prefill, conv_update, ssm_prefill, ssm_update
 from torch import Tensor
 from triton import knobs
 
 import pm_ops
 from pm_ops.kernels import attention_hopper
 from pm_ops.kernels.attention import attention
+from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
+from pm_ops.kernels.gated_delta import gated_delta_update
+from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.kernels.merge import merge_attention
 from pm_ops.kernels.padding import zero_padding
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
 from pm_ops.kernels.repack import repack_pages
 from pm_ops.kernels.rope import rope_store_kv
+from pm_ops.kernels.selective_scan import selective_scan_prefill
+from pm_ops.kernels.selective_update import selective_state_update
 from pm_ops.kernels.store import load_kv, store_kv
 from pm_ops.ops._common import bits
 from pm_ops.ops.merge import MergeAttention
@@ -52,7 +59,7 @@ def fields(case: Any) -> dict[str, Any]:
 def moved(case: Any) -> Any:
     """The call on the device; indices < 0 are far outside there."""
     there = {k: moved_with_strides(v, DEVICE) if isinstance(v, Tensor) else v for k, v in fields(case).items()}
-    for name in {"slots", "pages", "src", "dst", "src_pages", "dst_pages"} & there.keys():
+    for name in {"slots", "pages", "src", "dst", "src_pages", "dst_pages", "state_indices"} & there.keys():
         index = getattr(case, name)
         there[name] = torch.where(index < 0, FAR, index).to(DEVICE)
     return type(case)(**there)
@@ -232,11 +239,36 @@ def pages_to_the_host() -> None:
         assert torch.equal(pool.buffer.cpu(), wanted)
 
 
+def states() -> None:
+    """Convolutions and Mamba-2: one token and several, a state a token; sequences that end around chunks; none."""
+    for dtype, width in ((F32, 4), (F16, 2), (BF16, 3)):
+        options: dict[str, Any] = dict(dtype=dtype, state_dtype=dtype, width=width, dim=133)
+        check(conv1d_update, conv_update(4, **options), TOLERANCE[dtype])
+        check(conv1d_update, conv_update(4, 3, per_token=True, index_dtype=torch.int64, **options), TOLERANCE[dtype])
+        check(conv1d_prefill, conv_prefill([1, 2, 0, 33, 64, 31], **options), TOLERANCE[dtype])
+    for dtype, dims in ((F32, (12, 20)), (F16, (64, 128)), (BF16, (80, 16))):
+        options = dict(dtype=dtype, dims=dims)
+        tolerance = TOLERANCE[dtype] * 5  # sums of many more numbers than attention's, whose weights add up to 1
+        check(selective_state_update, ssm_update(4, **options), tolerance)
+        check(selective_state_update, ssm_update(4, 3, per_token=True, gate=False, **options), tolerance)
+        check(selective_scan_prefill, ssm_prefill([1, 65, 0, 63, 130, 64], **options), tolerance)
+
+
+def gated_delta() -> None:
+    """One token and several, a state a token; sequences that end around chunks, none, and padding; both orders."""
+    for dtype, dims in ((F32, (12, 20)), (F16, (64, 96)), (BF16, (128, 128))):
+        for first in (True, False):
+            options: dict[str, Any] = dict(dtypes=(dtype,) * 5, dims=dims, value_first=first)
+            check(gated_delta_update, update_case(3, raw=first, **options), TOLERANCE[dtype])
+            check(gated_delta_update, update_case(3, 3, each=True, index=torch.int64, **options), TOLERANCE[dtype])
+            check(gated_delta_prefill, prefill_case([1, 4, 65, 0, 64, 63], raw=first, **options), TOLERANCE[dtype])
+
+
 GROUPS: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
         rows_to_slots_and_back, rotations, attentions, attentions_on_hopper, merges_and_padding, whole_pages, tokens,
-        pages_to_the_host,
+        pages_to_the_host, states, gated_delta,
     )
 }  # fmt: skip
 

@@ -137,6 +137,49 @@ def launch_every_kernel() -> None:
     for dtypes in ((), (bf16, f32), (e4m3, bf16), (e5m2, f16)):
         table = torch.zeros(3, 6).long()
         repack_pages(RepackPages(pool.buffer, other.buffer, slots, slots, table, 15, 4, 4, *regions, *dtypes))
+    launch_every_state_kernel()
+    launch_every_gated_delta_kernel()
+
+
+def launch_every_state_kernel() -> None:
+    import torch
+    from state_cases import conv_prefill, conv_update, ssm_prefill, ssm_update
+
+    from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
+    from pm_ops.kernels.selective_scan import selective_scan_prefill
+    from pm_ops.kernels.selective_update import selective_state_update
+
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    for dtype, state, width in ((f32, f32, 2), (bf16, bf16, 4), (f16, f32, 3)):
+        options = {"dtype": dtype, "state_dtype": state, "width": width}
+        conv1d_update(conv_update(2, **options))
+        conv1d_update(conv_update(2, 3, per_token=True, **options))
+        conv1d_prefill(conv_prefill([3, 2], **options))
+    for dtype, state, dims in ((f32, f32, (12, 20)), (bf16, f32, (64, 128)), (f16, bf16, (80, 256))):
+        options = {"dtype": dtype, "state_dtype": state, "dims": dims}
+        selective_state_update(ssm_update(2, **options))
+        selective_state_update(ssm_update(2, 3, per_token=True, gate=False, **options))
+        selective_scan_prefill(ssm_prefill([3, 2], **options))
+
+
+def launch_every_gated_delta_kernel() -> None:
+    import torch
+    from gated_delta_cases import prefill_case, update_case
+
+    from pm_ops import kernels
+    from pm_ops.kernels.gated_delta import gated_delta_update
+    from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
+
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    for dtype, state, dims in ((f32, f32, (12, 20)), (bf16, f32, (128, 128)), (f16, bf16, (80, 256))):
+        options = {"dtypes": (dtype,) * 5, "state_dtype": state, "dims": dims, "raw": dtype == bf16}
+        gated_delta_update(update_case(2, **options))
+        gated_delta_update(update_case(2, 3, each=True, l2_norm=False, value_first=False, **options))
+        gated_delta_prefill(prefill_case([3, 2], **options))
+    gated_delta_prefill(prefill_case([3], initial=False, l2_norm=False, value_first=False, dtypes=(f16,) * 5))
+    kernels.gated_delta_prefill.is_hopper = lambda device: True
+    for heads in (1, 4):
+        gated_delta_prefill(prefill_case([3], heads=(heads, 1), dims=(128, 128), dtypes=(bf16,) * 5))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:

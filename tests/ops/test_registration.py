@@ -9,13 +9,17 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pm_ops.ops import attention, merge, pages, repack, rope, store
+from pm_ops.ops import attention, conv, gated_delta, merge, pages, repack, rope, selective, store
 from pm_ops.testing import sample_inputs
 
 MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots", "repack_pages"]
+CONV = ["conv1d_update", "conv1d_prefill"]
+SELECTIVE = ["selective_state_update", "selective_scan_prefill"]
+GATED_DELTA = ["gated_delta_update", "gated_delta_prefill"]
+MUTATING += CONV + SELECTIVE + GATED_DELTA
 READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
 INTO = ["attention_out"]
-RETURNING = [*READING, "rope_store_kv"]
+RETURNING = [*READING, "rope_store_kv", *CONV, *SELECTIVE, *GATED_DELTA]
 
 
 def op_of(name):
@@ -94,6 +98,9 @@ GRAD_INPUTS = {
     "load_kv": ["scale_tensor"],
     "attention": ["query", "sinks", "alibi_slopes", "bias", *SCALES],
     "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
+    **{name: ["x", "weight", "bias"] for name in CONV},
+    **{name: ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"] for name in SELECTIVE},
+    **{name: ["query", "key", "value", "g", "beta", "a_log", "dt_bias"] for name in GATED_DELTA},
 }
 
 
@@ -120,6 +127,8 @@ def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
     """The dispatcher drops arguments that equal the schema's default, so that a drift would be silent."""
     modules = {"store_kv": store, "load_kv": store, "rope_store_kv": rope, "attention": attention}
     modules["attention_out"] = attention
+    modules |= {**dict.fromkeys(CONV, conv), **dict.fromkeys(SELECTIVE, selective)}
+    modules |= dict.fromkeys(GATED_DELTA, gated_delta)
     module = {**modules, "merge_attention": merge, "repack_pages": repack}.get(name, pages)
     cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
     fields = dataclasses.fields(cls)

@@ -1,0 +1,273 @@
+"""conv1d_update and conv1d_prefill: short causal convolutions whose states lie in pages.
+
+One thread loads a channel's state before it stores it, and no other program touches that page's channel: an update's
+programs are numbered by sequence and channel, and of a prefill's only those of a sequence's first block do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import TRITON_DTYPE, cdiv, find_sequence, next_power_of_2
+from .launch import launch
+from .selective import first_page, silu
+
+if TYPE_CHECKING:
+    from ..ops.conv import Conv1dPrefill, Conv1dUpdate
+
+_TOKENS, _CHANNELS, _WARPS = 16, 128, 4  # of a block of a prefill
+_UPDATE = 256, 4  # channels and warps of an update
+
+
+@triton.jit
+def _channels(buffer, page, d, offset, page_stride, head_stride, DTYPE: tl.constexpr):
+    """Where the states of these channels begin."""
+    return (buffer + (offset + page * page_stride + d * head_stride)).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit(do_not_specialize=["num_pages"])
+def _conv1d_update(
+    buffer,
+    x,
+    weight,
+    bias,
+    out,
+    state_indices,
+    num_accepted,
+    num_pages: tl.int64,
+    x_sequence: tl.int64,
+    x_token: tl.int64,
+    x_dim,  # unannotated: 1 becomes a constant
+    weight_dim,
+    weight_tap,
+    bias_dim,
+    offset: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    SILU: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = d < DIM
+    source = first_page(state_indices, num_accepted, n, TOKENS if PER_TOKEN else 1)
+    live = (source >= 0) & (source < num_pages)
+    row = x + n * x_sequence + d * x_dim
+    to = out + n * TOKENS * DIM + d
+    if live:
+        # Three inputs before the token, oldest first, and four taps; narrower filters leave out the first of both
+        taps = weight + d * weight_dim
+        cell = _channels(buffer, source, d, offset, page_stride, head_stride, DTYPE)
+        w3 = tl.load(taps + (WIDTH - 1) * weight_tap, mask=exists, other=0.0).to(tl.float32)
+        w2 = tl.load(taps + (WIDTH - 2) * weight_tap, mask=exists, other=0.0).to(tl.float32)
+        c = tl.load(cell + (WIDTH - 2), mask=exists, other=0.0).to(tl.float32)
+        w1, w0, b, a = w2, w2, c, c
+        if WIDTH >= 3:
+            w1 = tl.load(taps + (WIDTH - 3) * weight_tap, mask=exists, other=0.0).to(tl.float32)
+            b = tl.load(cell + (WIDTH - 3), mask=exists, other=0.0).to(tl.float32)
+        if WIDTH >= 4:
+            w0 = tl.load(taps, mask=exists, other=0.0).to(tl.float32)
+            a = tl.load(cell, mask=exists, other=0.0).to(tl.float32)
+        shift = tl.zeros([BLOCK], tl.float32)
+        if bias is not None:
+            shift = tl.load(bias + d * bias_dim, mask=exists, other=0.0).to(tl.float32)
+        tl.debug_barrier()
+        for t in range(TOKENS):
+            new = tl.load(row + t * x_token, mask=exists, other=0.0).to(tl.float32)
+            y = shift + new * w3 + c * w2
+            if WIDTH >= 3:
+                y += b * w1
+            if WIDTH >= 4:
+                y += a * w0
+            if SILU:
+                y = silu(y)
+            tl.store(to + t * DIM, y.to(out.dtype.element_ty), mask=exists)
+            a, b, c = b, c, new
+            if PER_TOKEN or t == TOKENS - 1:
+                page = source
+                if PER_TOKEN:
+                    page = tl.load(state_indices + n * TOKENS + t).to(tl.int64)
+                cell = _channels(buffer, page, d, offset, page_stride, head_stride, DTYPE)
+                put = exists & (page >= 0) & (page < num_pages)
+                tl.store(cell + (WIDTH - 2), c.to(DTYPE), mask=put)
+                if WIDTH >= 3:
+                    tl.store(cell + (WIDTH - 3), b.to(DTYPE), mask=put)
+                if WIDTH >= 4:
+                    tl.store(cell, a.to(DTYPE), mask=put)
+    else:
+        for t in range(TOKENS):
+            tl.store(to + t * DIM, tl.zeros([BLOCK], out.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "batch", "num_pages"])
+def _conv1d_prefill(
+    buffer,
+    x,
+    weight,
+    bias,
+    out,
+    query_start,
+    state_indices,
+    has_initial_state,
+    num_tokens: tl.int64,
+    batch,
+    num_pages: tl.int64,
+    x_token: tl.int64,
+    x_dim,
+    weight_dim,
+    weight_tap,
+    bias_dim,
+    offset: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    d = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = d < DIM
+    s = find_sequence(query_start, block, batch, ROWS)  # `batch` stands for the padding rows behind the last one
+    start = tl.load(query_start + s).to(tl.int64)
+    stop = tl.load(query_start + s + 1, mask=s < batch, other=0).to(tl.int64)
+    stop = tl.where(s < batch, stop, num_tokens)
+    first = start + ((block - s) - start // ROWS) * ROWS
+    if first >= stop:
+        return
+    t = first + tl.arange(0, ROWS)
+    to = out + t[:, None] * DIM + d[None, :]
+    mask = (t < stop)[:, None] & exists[None, :]
+    page = tl.load(state_indices + s, mask=s < batch, other=-1).to(tl.int64)
+    if (page < 0) | (page >= num_pages):
+        tl.store(to, tl.zeros([ROWS, BLOCK], out.dtype.element_ty), mask=mask)
+        return
+    initial = False
+    if has_initial_state is not None:
+        initial = tl.load(has_initial_state + s) != 0
+    cell = _channels(buffer, page, d, offset, page_stride, head_stride, DTYPE)
+
+    y = tl.zeros([ROWS, BLOCK], tl.float32)
+    if bias is not None:
+        y += tl.load(bias + d * bias_dim, mask=exists, other=0.0).to(tl.float32)[None, :]
+    for k in tl.static_range(WIDTH):
+        at = t - (WIDTH - 1) + k
+        tap = tl.load(weight + d * weight_dim + k * weight_tap, mask=exists, other=0.0).to(tl.float32)
+        row = x + at[:, None] * x_token + d[None, :] * x_dim
+        new = tl.load(row, mask=mask & (at >= start)[:, None], other=0.0).to(tl.float32)
+        if k < WIDTH - 1:
+            if (first == start) & initial:
+                old = cell[None, :] + (at - start + WIDTH - 1)[:, None]
+                new += tl.load(old, mask=mask & (at < start)[:, None], other=0.0).to(tl.float32)
+        y += new * tap[None, :]
+    if SILU:
+        y = silu(y)
+    tl.store(to, y.to(out.dtype.element_ty), mask=mask)
+
+    if first == start:  # the last state, each column of which is an input or an older column
+        new0 = _column(x, cell, 0, start, stop, initial, d, exists, x_token, x_dim, WIDTH)
+        new1, new2 = new0, new0
+        if WIDTH >= 3:
+            new1 = _column(x, cell, 1, start, stop, initial, d, exists, x_token, x_dim, WIDTH)
+        if WIDTH >= 4:
+            new2 = _column(x, cell, 2, start, stop, initial, d, exists, x_token, x_dim, WIDTH)
+        tl.debug_barrier()
+        tl.store(cell, new0.to(DTYPE), mask=exists)
+        if WIDTH >= 3:
+            tl.store(cell + 1, new1.to(DTYPE), mask=exists)
+        if WIDTH >= 4:
+            tl.store(cell + 2, new2.to(DTYPE), mask=exists)
+
+
+@triton.jit
+def _column(x, cell, j, start, stop, initial, d, exists, x_token, x_dim, WIDTH: tl.constexpr):
+    """Column j of the last state, float32."""
+    at = stop - (WIDTH - 1) + j
+    new = tl.load(x + at * x_token + d * x_dim, mask=exists & (at >= start), other=0.0).to(tl.float32)
+    old = tl.load(cell + (at - start + WIDTH - 1), mask=exists & (at < start) & initial, other=0.0).to(tl.float32)
+    return new + old
+
+
+def conv1d_update(a: Conv1dUpdate) -> Tensor:
+    """`pm_ops::conv1d_update` in one launch."""
+    out = a.x.new_empty(a.x.shape)
+    if out.numel() == 0:
+        return out
+    *leading, dim = a.x.shape
+    tokens = leading[1] if len(leading) == 2 else 1
+    most, warps = _UPDATE
+    block = min(most, next_power_of_2(dim))
+    launch(
+        _conv1d_update,
+        (leading[0], cdiv(dim, block)),
+        a.buffer,
+        a.x,
+        a.weight,
+        a.bias,
+        out,
+        a.state_indices.contiguous(),
+        None if a.num_accepted is None else a.num_accepted.contiguous(),
+        a.state_plane[4],
+        a.x.stride(0),
+        a.x.stride(1) if len(leading) == 2 else 0,
+        a.x.stride(-1),
+        *a.weight.stride(),
+        0 if a.bias is None else a.bias.stride(0),
+        *(a.state_plane[i] for i in (0, 1, 3)),
+        DIM=dim,
+        WIDTH=a.weight.shape[1],
+        TOKENS=tokens,
+        PER_TOKEN=a.state_indices.dim() == 2,
+        SILU=a.silu,
+        DTYPE=TRITON_DTYPE[a.state_dtype],
+        BLOCK=block,
+        num_warps=max(1, min(warps, block // 32)),
+    )
+    return out
+
+
+def conv1d_prefill(a: Conv1dPrefill) -> Tensor:
+    """`pm_ops::conv1d_prefill` in one launch."""
+    out = a.x.new_empty(a.x.shape)
+    if out.numel() == 0:
+        return out
+    (tokens, dim), batch = a.x.shape, a.state_indices.shape[0]
+    block = min(_CHANNELS, next_power_of_2(dim))
+    launch(
+        _conv1d_prefill,
+        (tokens // _TOKENS + batch + 1, cdiv(dim, block)),
+        a.buffer,
+        a.x,
+        a.weight,
+        a.bias,
+        out,
+        a.query_start.contiguous(),
+        a.state_indices.contiguous(),
+        None if a.has_initial_state is None else a.has_initial_state.contiguous(),
+        tokens,
+        batch,
+        a.state_plane[4],
+        *a.x.stride(),
+        *a.weight.stride(),
+        0 if a.bias is None else a.bias.stride(0),
+        *(a.state_plane[i] for i in (0, 1, 3)),
+        DIM=dim,
+        WIDTH=a.weight.shape[1],
+        SILU=a.silu,
+        DTYPE=TRITON_DTYPE[a.state_dtype],
+        ROWS=_TOKENS,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+    return out

@@ -1,0 +1,210 @@
+"""gated_delta_prefill: chunks of 64 tokens, in two launches.
+
+`_gated_delta_chunks` computes what does not depend on the state, see there; `_gated_delta_scan` goes from chunk to
+chunk. A program holds columns of one value head's state, [key, value], from the page to the page.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import TRITON_DTYPE, cdiv, next_power_of_2
+from .device import is_hopper, multiprocessors
+from .gated_delta import state_cells
+from .gated_delta_chunk import CHUNK, _gated_delta_chunks, load_rows, near
+from .launch import Launch
+from .padding import zero_padding
+
+if TYPE_CHECKING:
+    from ..ops.gated_delta import GatedDeltaPrefill
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
+def _gated_delta_scan(
+    buffer,
+    query,
+    key,
+    value,
+    query_start,
+    state_indices,
+    has_initial_state,
+    decay_sums,
+    query_norms,
+    key_norms,
+    inverses,
+    weights,
+    out,
+    scale,
+    num_tokens: tl.int64,
+    num_pages: tl.int64,
+    offset: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    query_strides,
+    key_strides,
+    value_strides,
+    L2_NORM: tl.constexpr,
+    VALUE_FIRST: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    blocks: tl.constexpr = (VALUE_DIM + VALUE_BLOCK - 1) // VALUE_BLOCK
+    b = tl.program_id(0) // (blocks * HEADS)
+    h = (tl.program_id(0) // blocks % HEADS).to(tl.int64)
+    v = tl.program_id(0) % blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+    k = tl.arange(0, KEY_BLOCK)
+    start = tl.load(query_start + b).to(tl.int64)
+    count = tl.minimum(tl.load(query_start + b + 1).to(tl.int64), num_tokens) - start
+    if count <= 0:
+        return
+    page = tl.load(state_indices + b).to(tl.int64)
+    live = (page >= 0) & (page < num_pages)
+    inside = (k < KEY_DIM)[:, None] & (v < VALUE_DIM)[None, :] & live
+    cells = state_cells(
+        buffer, page, h, offset, page_stride, head_stride, v[None, :], k[:, None],
+        VALUE_DIM, KEY_DIM, VALUE_FIRST, STATE_DTYPE,
+    )  # fmt: skip
+    if has_initial_state is None:
+        state = tl.zeros([KEY_BLOCK, VALUE_BLOCK], tl.float32)
+    else:
+        initial = tl.load(has_initial_state + b) != 0
+        state = tl.load(cells, mask=inside & initial, other=0.0).to(tl.float32)
+
+    i = tl.arange(0, CHUNK)
+    query += h // GROUP * query_strides[1]
+    key += h // GROUP * key_strides[1]
+    value += h * value_strides[1]
+    inverses += h * CHUNK
+    weights += h * CHUNK
+    for chunk in range(tl.cdiv(count, CHUNK).to(tl.int32)):
+        first = start + chunk * CHUNK
+        exists = i < start + count - first
+        at = (first + i) * HEADS + h
+        c = tl.load(decay_sums + at, mask=exists, other=0.0)
+        last = tl.load(decay_sums + (tl.minimum(first + CHUNK, start + count) - 1) * HEADS + h)
+        query_norm = scale
+        key_norm = 1.0
+        if L2_NORM:
+            query_norm = tl.load(query_norms + at, mask=exists, other=0.0)
+            key_norm = tl.load(key_norms + at, mask=exists, other=0.0)
+        queries = load_rows(query, first, i, exists, query_strides[0], k, query_strides[2], KEY_DIM, DTYPE)
+        keys = load_rows(key, first, i, exists, key_strides[0], k, key_strides[2], KEY_DIM, DTYPE)
+        values = load_rows(value, first, i, exists, value_strides[0], v, value_strides[2], VALUE_DIM, DTYPE)
+        inverse = load_rows(inverses, first, i, exists, HEADS * CHUNK, i, 1, CHUNK, DTYPE)
+        weight = load_rows(weights, first, i, exists, HEADS * CHUNK, i, 1, CHUNK, DTYPE)
+
+        before = state.to(DTYPE)
+        found = tl.dot(keys, before, input_precision=PRECISION) * (tl.exp2(c) * key_norm)[:, None]
+        change = tl.dot(inverse, (values.to(tl.float32) - found).to(DTYPE), input_precision=PRECISION)
+        o = tl.dot(queries, before, input_precision=PRECISION) * (tl.exp2(c) * query_norm)[:, None]
+        o = tl.dot(weight, change.to(DTYPE), o, input_precision=PRECISION)
+        rows = out + (first * HEADS + h) * VALUE_DIM + (i[:, None] * (HEADS * VALUE_DIM) + v[None, :])
+        o = tl.where(live, o, 0.0).to(out.dtype.element_ty)
+        tl.store(rows, o, mask=exists[:, None] & (v < VALUE_DIM)[None, :])
+        change *= (tl.exp2(tl.where(exists, last - c, 0.0)) * key_norm)[:, None]
+        state = tl.dot(tl.trans(keys), change.to(DTYPE), state * tl.exp2(last), input_precision=PRECISION)
+    tl.store(cells, state.to(STATE_DTYPE), mask=inside)
+
+
+def gated_delta_prefill(a: GatedDeltaPrefill) -> Tensor:
+    """`pm_ops::gated_delta_prefill` in two launches, and one more for padding rows."""
+    tokens, key_heads, key_dim = a.key.shape
+    _, heads, value_dim = a.value.shape
+    batch = a.state_indices.shape[0]
+    out = a.value.new_empty(a.value.shape)
+    if tokens == 0:
+        return out
+    if batch == 0:
+        return out.zero_()
+    dtype = a.key.dtype if a.key.dtype == a.query.dtype == a.value.dtype else torch.float32
+    query, key, value = near(a.query), near(a.key), near(a.value)
+    strides = tuple(x.stride() for x in (query, key, value, a.g, a.beta))
+    chunks, scan = _launches(
+        tokens, batch, (key_heads, key_dim, heads, value_dim), strides, tuple(a.state_plane), a.state_dtype, dtype,
+        a.l2_norm, a.value_first, out.device,
+    )  # fmt: skip
+    new = functools.partial(torch.empty, device=out.device)
+    decay_sums = new(tokens, heads, dtype=torch.float32)
+    norms = (torch.empty_like(decay_sums), torch.empty_like(decay_sums)) if a.l2_norm else (None, None)
+    inverses, weights = (new(tokens, heads, CHUNK.value, dtype=dtype) for _ in range(2))
+    start, index = a.query_start.contiguous(), a.state_indices.contiguous()
+    a_log, dt_bias, initial = (None if x is None else x.contiguous() for x in (a.a_log, a.dt_bias, a.has_initial_state))
+    kept = (decay_sums, *norms, inverses, weights)
+    chunks(query, key, a.g, a.beta, start, a_log, dt_bias, *kept, a.scale)
+    scan(a.buffer, query, key, value, start, index, initial, *kept, out, a.scale)
+    zero_padding(out, start)
+    return out
+
+
+@functools.lru_cache(4096)
+def _launches(
+    tokens: int,
+    batch: int,
+    shape: tuple[int, int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    plane: tuple[int, ...],
+    state_dtype: torch.dtype,
+    dtype: torch.dtype,
+    l2_norm: bool,
+    value_first: bool,
+    device: torch.device,
+) -> tuple[Launch, Launch]:
+    """The two launches of inputs ``[T, heads, dim]``; ``shape``: key heads and dim, value heads and dim."""
+    key_heads, key_dim, heads, value_dim = shape
+    query_strides, key_strides, value_strides, g_strides, beta_strides = strides
+    offset, page_stride, _, head_stride, num_pages = plane
+    shared: dict[str, Any] = dict(
+        L2_NORM=l2_norm,
+        DTYPE=TRITON_DTYPE[dtype],
+        PRECISION="tf32" if dtype.itemsize == 2 else "tf32x3",
+        HEADS=heads,
+        GROUP=heads // key_heads,
+        KEY_DIM=key_dim,
+        KEY_BLOCK=max(next_power_of_2(key_dim), 16),
+    )
+    tile = scan_tile(key_dim, value_dim, dtype, batch * heads, device)
+    return (
+        Launch(
+            _gated_delta_chunks,
+            (heads, tokens // CHUNK.value + batch),
+            (tokens, batch, query_strides, key_strides, g_strides, beta_strides),
+            **shared,
+            num_warps=4,
+        ),
+        Launch(
+            _gated_delta_scan,
+            (batch * heads * cdiv(value_dim, tile["VALUE_BLOCK"]),),
+            (tokens, num_pages, offset, page_stride, head_stride, query_strides, key_strides, value_strides),
+            VALUE_FIRST=value_first,
+            STATE_DTYPE=TRITON_DTYPE[state_dtype],
+            VALUE_DIM=value_dim,
+            **shared,
+            **tile,
+        ),
+    )
+
+
+def scan_tile(key_dim: int, value_dim: int, dtype: torch.dtype, heads: int, device: torch.device) -> dict[str, int]:
+    """Columns of a state that a program has, its warps and stages. ``heads``: of all sequences together.
+
+    What a chunk loads for 64 columns and 128 keys of 16 bits is 56 KiB: of two stages a Hopper's multiprocessor holds
+    one program. Fewer columns are for calls with few heads, whose programs would leave multiprocessors idle, for states
+    that would not fit the registers, and for other GPUs.
+    """
+    small = dtype.itemsize == 2 and key_dim <= 128 and is_hopper(device)
+    columns = 64 if small and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
+    columns = min(columns, max(next_power_of_2(value_dim), 16))
+    return {"VALUE_BLOCK": columns, "num_warps": 4, "num_stages": 2 if small else 1}

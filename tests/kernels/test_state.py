@@ -1,0 +1,136 @@
+"""The kernels over states against float64, and against every other byte of the buffer."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from kernels.cases import moved_with_strides, on_each_device
+from state_cases import (
+    BF16,
+    F16,
+    F32,
+    Call,
+    conv_prefill,
+    conv_update,
+    copied,
+    owned_bytes,
+    reference,
+    ssm_prefill,
+    ssm_update,
+    states_of,
+)
+from torch import Tensor
+
+import pm_ops
+from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
+from pm_ops.kernels.selective_scan import selective_scan_prefill
+from pm_ops.kernels.selective_update import selective_state_update
+from pm_ops.ops.conv import Conv1dPrefill, Conv1dUpdate
+from pm_ops.ops.selective import SelectiveScanPrefill, SelectiveStateUpdate
+from pm_ops.testing import writes_only
+
+TOLERANCE = {F32: 2e-5, F16: 4e-3, BF16: 2e-2}
+"""Of out and state, relative to the largest number; five times as much of a scan, whose decays are differences."""
+
+
+def run(a: Call) -> Tensor:
+    if isinstance(a, Conv1dUpdate):
+        return conv1d_update(a)
+    if isinstance(a, Conv1dPrefill):
+        return conv1d_prefill(a)
+    return selective_state_update(a) if isinstance(a, SelectiveStateUpdate) else selective_scan_prefill(a)
+
+
+def on(a: Any, device: str) -> Any:
+    tensors = {f.name: getattr(a, f.name) for f in fields(a)}
+    moved = {k: moved_with_strides(v, device) for k, v in tensors.items() if isinstance(v, Tensor)}
+    return replace(a, **moved)
+
+
+def check(case: Call, device: str) -> None:
+    """Output and states are right, skipped rows are zeros, and no other byte has changed."""
+    case.check()
+    case.check_values()
+    out, states = reference(case)
+    a = on(copied(case), device)
+    with writes_only(a.buffer, owned_bytes(case, list(states))):
+        got = run(a)
+    assert got.is_contiguous() and got.dtype == case.x.dtype and got.shape == case.x.shape
+    factor = 5 if isinstance(case, SelectiveScanPrefill) else 1
+    assert near(got.cpu(), out, case.x.dtype, case.x.dtype, factor)
+    assert bool((got.cpu()[out == 0] == 0).all())
+    found = states_of(replace(a, buffer=a.buffer.cpu()))
+    for page, state in states.items():
+        assert near(found[page], state, case.state_dtype, case.x.dtype, factor), page
+
+
+def near(got: Tensor, right: Tensor, stored: torch.dtype, computed: torch.dtype, factor: int) -> bool:
+    scale = max(float(right.abs().max()), 1.0) if right.numel() else 1.0
+    allowed = max(TOLERANCE[stored], TOLERANCE[computed]) * scale * factor
+    return bool(((got.double() - right).abs() <= allowed).all())
+
+
+@on_each_device
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"bias": False, "silu": False, "index_dtype": torch.int64}])
+def test_conv_update(width: int, options: dict[str, Any], device: str) -> None:
+    check(conv_update(3, width=width, **options), device)
+    check(conv_update(3, 5, width=width, **options), device)
+    check(conv_update(3, 4, width=width, per_token=True, **options), device)
+
+
+@on_each_device
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"bias": False, "silu": False, "initial": False, "index_dtype": torch.int64}])
+def test_conv_prefill(width: int, options: dict[str, Any], device: str) -> None:
+    check(conv_prefill([1, 3, 2, 0, 33, 65, 31], width=width, **options), device)
+
+
+@on_each_device
+@pytest.mark.parametrize("options", [{}, {"gate": False, "index_dtype": torch.int64, "dt_max": None, "dt_min": 0.0}])
+def test_selective_update(options: dict[str, Any], device: str) -> None:
+    check(ssm_update(3, **options), device)
+    check(ssm_update(2, 3, **options), device)
+    check(ssm_update(3, 3, per_token=True, **options), device)
+
+
+@on_each_device
+@pytest.mark.parametrize("options", [{}, {"gate": False, "initial": False, "index_dtype": torch.int64}])
+def test_selective_prefill(options: dict[str, Any], device: str) -> None:
+    check(ssm_prefill([1, 7, 64, 0, 65, 63], heads=(2, 1), **options), device)
+    check(ssm_prefill([130], dims=(70, 9), heads=(2, 2), **options), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [82, 83, 84])
+def test_states_beyond_the_2_31st_element(page: int) -> None:
+    """48 layers of 540,672 float32 elements a page: what a pool of one page gives, and no other page is touched."""
+    shapes = {"conv": ((180224, 3), F32), "ssm": ((66, 64, 128), F32)}
+    for kind, (shape, dtype) in shapes.items():
+        pool = pm_ops.PagePool(pm_ops.state_page(48, {kind: (shape, dtype)}), 85, "cuda")
+        one = pm_ops.PagePool(pm_ops.state_page(1, {kind: (shape, dtype)}), 1, "cuda")
+        one.view(0, kind).normal_()
+        pool.view(47, kind)[page] = one.view(0, kind)[0]
+        start = torch.tensor([0, 70], device="cuda")
+        for there, layer, at in ((one, 0, 0), (pool, 47, page)):
+            torch.manual_seed(1)
+            index, known = torch.tensor([at], device="cuda"), torch.tensor([True], device="cuda")
+            if kind == "conv":
+                weight, rows = torch.randn(shape[0], 4, device="cuda"), torch.randn(70, shape[0], device="cuda")
+                pm_ops.conv1d_prefill(there, layer, rows, weight, start, index, has_initial_state=known)
+                pm_ops.conv1d_update(there, layer, rows[:1], weight, index)
+            else:
+                x, dt, A = (torch.rand(*size, device="cuda") for size in ((70, 66, 64), (70, 66), (66,)))
+                B, C = torch.randn(2, 70, 2, 128, device="cuda")
+                pm_ops.selective_scan_prefill(there, layer, x, dt, -A, B, C, start, index, has_initial_state=known)
+                pm_ops.selective_state_update(there, layer, x[:1], dt[:1], -A, B[:1], C[:1], index)
+        state = pool.view(47, kind)[page]
+        assert torch.equal(state, one.view(0, kind)[0]) and bool(state.any())
+        state.zero_()
+        assert not any(bool(part.any()) for part in pool.buffer.view(torch.int64).chunk(8))
+        del pool, state
+        torch.cuda.empty_cache()
