@@ -10,7 +10,7 @@ from . import ops
 from .allocator import PageAllocator
 from .descriptors import count_layer_major, page_descriptors, page_regions, pair_descriptors
 from .disk import load_pages, save_pages
-from .formats import hicache, page_major, token_major, vllm
+from .formats import hicache, mla, page_major, token_major, vllm
 from .functional import (
     attention,
     attention_impl,
@@ -21,6 +21,7 @@ from .functional import (
 )
 from .header import PageHeader
 from .host import HostPool
+from .latent import mla_attention, store_index_key, store_latent
 from .layout import PageLayout, Plane
 from .nixl import NixlPages
 from .page_store import PageStore
@@ -46,6 +47,8 @@ __all__ = [
     "load_kv",
     "load_pages",
     "merge_attention",
+    "mla",
+    "mla_attention",
     "ops",
     "page_descriptors",
     "page_major",
@@ -53,7 +56,9 @@ __all__ = [
     "pair_descriptors",
     "rope_store_kv",
     "save_pages",
+    "store_index_key",
     "store_kv",
+    "store_latent",
     "token_major",
     "vllm",
 ]

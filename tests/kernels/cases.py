@@ -24,9 +24,9 @@ DEVICES = [
 ]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 KERNELS = {
-    "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_merge_splits", "_merge_attention",
-    "_zero_padding", "_gather_pages", "_scatter_pages", "_compare", "_copy_pages", "_copy_slots", "_repack_pages",
-    "_move_pages",
+    "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_mla_hopper", "_merge_splits",
+    "_merge_attention", "_zero_padding", "_gather_pages", "_scatter_pages", "_compare", "_copy_pages", "_copy_slots",
+    "_repack_pages", "_move_pages",
 }  # fmt: skip
 """All that are launched."""
 NAN_BYTE = 0xFF

@@ -9,11 +9,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pm_ops.ops import attention, merge, pages, repack, rope, store
+from pm_ops.ops import attention, merge, mla, pages, repack, rope, store
 from pm_ops.testing import sample_inputs
 
 MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots", "repack_pages"]
-READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
+READING = ["load_kv", "attention", "mla_attention", "merge_attention", "gather_pages"]
 RETURNING = [*READING, "rope_store_kv"]
 
 
@@ -92,6 +92,7 @@ GRAD_INPUTS = {
     "rope_store_kv": ["query", "key", "value", "cos_sin", "q_weight", "k_weight", *SCALES],
     "load_kv": ["scale_tensor"],
     "attention": ["query", "sinks", "alibi_slopes", "bias", *SCALES],
+    "mla_attention": ["query", "scale_tensor"],
     "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
 }
 
@@ -118,8 +119,8 @@ def test_an_input_that_needs_a_gradient_is_refused(name, argument, fake):
 def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
     """The dispatcher drops arguments that equal the schema's default, so that a drift would be silent."""
     modules = {"store_kv": store, "load_kv": store, "rope_store_kv": rope, "attention": attention}
-    module = {**modules, "merge_attention": merge, "repack_pages": repack}.get(name, pages)
-    cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
+    module = {**modules, "merge_attention": merge, "repack_pages": repack, "mla_attention": mla}.get(name, pages)
+    cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV").replace("Mla", "MLA"))
     fields = dataclasses.fields(cls)
     arguments = op_of(name)._schema.arguments
     assert [f.name for f in fields] == [a.name for a in arguments]
