@@ -10,7 +10,7 @@ from . import ops
 from .allocator import PageAllocator
 from .descriptors import count_layer_major, page_descriptors, page_regions, pair_descriptors
 from .disk import load_pages, save_pages
-from .formats import hicache, page_major, state_page, token_major, vllm
+from .formats import hicache, mla, page_major, state_page, token_major, vllm
 from .functional import (
     attention,
     attention_impl,
@@ -23,6 +23,7 @@ from .gated_delta import gated_delta_prefill, gated_delta_update
 from .header import PageHeader
 from .host import HostPool
 from .hybrid import HybridPool, TwoEndedPool
+from .latent import mla_attention, store_index_key, store_latent
 from .layout import PageLayout, Plane
 from .nixl import NixlPages
 from .page_store import PageStore
@@ -55,6 +56,8 @@ __all__ = [
     "load_kv",
     "load_pages",
     "merge_attention",
+    "mla",
+    "mla_attention",
     "ops",
     "page_descriptors",
     "page_major",
@@ -65,7 +68,9 @@ __all__ = [
     "selective_scan_prefill",
     "selective_state_update",
     "state_page",
+    "store_index_key",
     "store_kv",
+    "store_latent",
     "token_major",
     "vllm",
 ]

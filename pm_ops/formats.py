@@ -9,6 +9,7 @@ format                    bytes of a page                                       
 ``vllm("BLHNC")``         ``[layer][head][token][K | V]``                                vLLM 0.29 on
 ``vllm("BHLNC")``         ``[head][layer][token][K | V]``                                vLLM 0.29 on
 ``hicache(…)``            ``[K | V][layer][token][head]``, also token or head first      SGLang 0.5.17, HiCache
+``mla(…)``                ``[L0_latent·ps | L1_latent·ps | …]``                          SGLang 0.5.17, MLA
 ``state_page``            ``[conv·L | … | ssm·L]``, one state of a sequence a page       SGLang 0.5.17, Mamba
 ========================  =============================================================  ============================
 
@@ -41,6 +42,7 @@ Dtype = torch.dtype | str
 Layers = list[tuple[int, int, tuple[int, int], torch.dtype]]
 """``(layer, heads, (key dim, value dim), dtype)`` of every layer."""
 
+INDEX_DTYPE = torch.float8_e4m3fn
 TOKEN_MAJOR_ALIGN = 32
 """Bytes to which SGLang pads a token's entry (``ENTRY_ALIGN_BYTES``)."""
 SCALE_BYTES = torch.float32.itemsize
@@ -215,6 +217,55 @@ def state_page(
             planes.append(Plane(layer, kind, start, None, row, sizes, dtype))
             end = start + math.prod(sizes) * dtype.itemsize
     return PageLayout(1, _round_up(end, align), tuple(planes), "state_page")
+
+
+def mla(
+    layers: int,
+    page_size: int,
+    dtype: Dtype,
+    *,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    index_dim: int = 0,
+    align: int = 1,
+) -> PageLayout:
+    """Multi-head latent attention: ``page = [L0_latent·ps | L1_latent·ps | …]``, one plane ``"latent"`` a layer.
+
+    A row is ``[latent | rotated key]``, as vLLM's ``concat_and_cache_mla`` writes it; its value is the latent, no plane
+    of its own. A page is SGLang's ``build_dense_mla_views``' envelope.
+
+    Args:
+        layers: number of layers, all alike.
+        page_size: tokens of a page.
+        dtype: element type of the rows.
+        latent_dim, rope_dim: elements of the two parts of a row.
+        index_dim: with an indexer (DeepSeek-V3.2: 128), the dim of its keys. It adds to each layer the planes
+            ``"index_key"``, float8_e4m3fn, and ``"index_key_scale"``, float32, one a token: behind all latents
+            ``[… | pad to 16 B | L0_keys·ps | L0_scales·ps | pad to 16 B | L1_keys·ps | …]``. A layer's part is a page
+            of SGLang's and vLLM's indexer caches.
+        align: start every layer's plane or pair of planes, and end the page, at a multiple of this many bytes.
+    """
+    dtype = _dtype(dtype)
+    if latent_dim < 1 or rope_dim < 0 or index_dim < 0:
+        raise ValueError(
+            f"latent_dim={latent_dim} must be positive, rope_dim={rope_dim} and index_dim={index_dim} >= 0"
+        )
+    dim = latent_dim + rope_dim
+    row = dim * dtype.itemsize
+    planes = []
+    end = 0
+    for layer in range(layers):
+        planes.append(Plane(layer, "latent", end, row, row, (1, dim), dtype))
+        end = _round_up(end + page_size * row, align)
+    if index_dim:
+        align = math.lcm(align, SCALE_ALIGN)
+        for layer in range(layers):
+            start = _round_up(end, align)
+            scales = start + page_size * index_dim
+            planes.append(Plane(layer, "index_key", start, index_dim, index_dim, (1, index_dim), INDEX_DTYPE))
+            planes.append(Plane(layer, "index_key_scale", scales, SCALE_BYTES, SCALE_BYTES, (1, 1), torch.float32))
+            end = scales + page_size * SCALE_BYTES
+    return PageLayout(page_size, _round_up(end, align), tuple(planes), "mla")
 
 
 def _strides(order: str, sizes: dict[str, int], content: int) -> tuple[dict[str, int], int]:

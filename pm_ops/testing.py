@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import page_major, token_major, vllm
+from .formats import mla, page_major, token_major, vllm
 from .layout import PageLayout, Plane, counted
 from .ops._common import ROW_DTYPES
 from .ops.repack import WIDER
@@ -95,6 +95,8 @@ def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
         return
     if op in STATE_SAMPLES:
         yield from STATE_SAMPLES[op](device)
+    if op == "mla_attention":
+        yield from _mla_samples(device)
         return
     make = {
         "store_kv": _store_samples,
@@ -218,6 +220,21 @@ def _attention_out_samples(op: str, pool: PagePool) -> Iterator[Sample]:
         query, value_dim = args[1], args[9]
         out = torch.full((*query.shape[:2], value_dim), torch.nan, dtype=query.dtype, device=query.device)
         yield args, {**options, "out": out}
+
+
+def _mla_samples(device: str) -> Iterator[Sample]:
+    for dtype, latent, rope in ((torch.float32, 8, 4), (torch.bfloat16, 16, 0), (torch.float8_e4m3fn, 8, 8)):
+        layout = mla(2, 3, dtype, latent_dim=latent, rope_dim=rope, index_dim=16)
+        pool = _filled(PagePool(layout, 5, device))
+        tail = (pool.geometry(1, "latent"), 3, latent, dtype, 0.3)
+        for batch, index in ((0, torch.int32), (1, torch.int64), (3, torch.int32)):
+            table = _ids(5, 5, index, pool.device).clamp(min=0)[None].expand(batch, -1)
+            lengths = torch.tensor([6, 0, 15], dtype=index, device=device)[:batch]
+            query = torch.randn(2 * batch, latent + rope, 5, device=device).transpose(1, 2)
+            yield (pool.buffer, query, table, lengths, None, *tail), {"return_lse": True}
+            start = torch.tensor([0, 1, 1, 4], dtype=index, device=device)[: batch + 1]
+            options = {"causal": False, "scale_tensor": torch.tensor(0.5, device=device), "max_query_len": 3}
+            yield (pool.buffer, query.half(), table, lengths, start, *tail), options
 
 
 def _page_samples(op: str, pool: PagePool) -> Iterator[Sample]:

@@ -56,6 +56,43 @@ def test_token_major_entry_of_odd_size_is_padded() -> None:
     assert layout.plane(0, "value").offset == 6
 
 
+def test_mla_puts_layer_after_layer_and_the_indexer_behind_all_rows() -> None:
+    layers, page_size, latent, rope, index = 3, 5, 7, 4, 12
+    plain = pm_ops.mla(layers, page_size, torch.bfloat16, latent_dim=latent, rope_dim=rope)
+    layout = pm_ops.mla(layers, page_size, "bfloat16", latent_dim=latent, rope_dim=rope, index_dim=index)
+    row = (latent + rope) * 2
+    for layer in range(layers):
+        assert plain.plane(layer, "latent") == layout.plane(layer, "latent")
+        for (t, _, d), byte in addresses(layout, layer, "latent").items():
+            assert byte == (layer * page_size + t) * row + d * 2
+    assert plain.page_bytes == layers * page_size * row == 330
+    start = 336  # a multiple of 16
+    for layer in range(layers):
+        for (t, _, d), byte in addresses(layout, layer, "index_key").items():
+            assert byte == start + t * index + d
+        for (t, _, _), byte in addresses(layout, layer, "index_key_scale").items():
+            assert byte == start + page_size * index + t * 4
+        start += 80
+    assert layout.page_bytes == start
+    assert layout.plane(0, "index_key").dtype == torch.float8_e4m3fn
+    assert layout.kinds(1) == ("latent", "index_key", "index_key_scale")
+    assert layout.scaled_kinds == {"index_key"}
+
+
+def test_mla_defaults_are_deepseek_v3s_and_a_page_can_be_aligned() -> None:
+    layout = pm_ops.mla(61, 64, torch.bfloat16)
+    assert layout.page_bytes == 61 * 64 * 576 * 2
+    assert layout.token_bytes == 61 * 1152
+    assert pm_ops.mla(2, 1, torch.float16, latent_dim=256, rope_dim=32, align=512).page_bytes == 2 * 1024
+    assert pm_ops.PageLayout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize("dims", [dict(latent_dim=0), dict(rope_dim=-1), dict(index_dim=-1)])
+def test_mla_refuses_dims_that_are_none(dims: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="latent_dim=.* must be positive, rope_dim=.* and index_dim=.* >= 0"):
+        pm_ops.mla(1, 1, torch.float16, **dims)
+
+
 @pytest.mark.parametrize("order", ["BLNHC", "BLHNC", "BHLNC"])
 def test_vllm_puts_k_and_v_of_one_token_and_head_side_by_side(order: str) -> None:
     sizes = {"L": 3, "H": 2, "N": 4}

@@ -137,6 +137,25 @@ def test_page_major_is_sglangs_page_major(seed: int, page_major: ModuleType) -> 
     assert layout.token_bytes == entry
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_mla_is_sglangs_page_major_mla(page_size: int, page_major: ModuleType) -> None:
+    """Layer l's row t is row (t // ps) * ps * layers + t % ps of SGLang 0.5.17's overlapping view l."""
+    layers, num_pages, anchor = 3, 4, 128
+    layout = pm_ops.mla(layers, page_size, torch.bfloat16)
+    buffer = torch.zeros(anchor + (num_pages + 1) * layout.page_bytes, dtype=torch.uint8)  # its views need a tail
+    pool = pm_ops.PagePool(layout, num_pages, buffer=buffer, base=anchor)
+    views = page_major.build_dense_mla_views(
+        buffer, layer_num=layers, kv_cache_dim=576, store_dtype=torch.bfloat16, page_size=page_size,
+        num_pages=num_pages, anchor_bytes=anchor,
+    )  # fmt: skip
+    for layer in range(layers):
+        for t in range(num_pages * page_size):
+            theirs = views[layer][t // page_size * page_size * layers + t % page_size]
+            assert_same_bytes(pool.view(layer, "latent")[t // page_size, t % page_size], theirs)
+    entry = page_major.mla_entry_bytes(layer_num=layers, kv_cache_dim=576, itemsize=2)
+    assert layout.page_bytes == page_size * entry and layout.token_bytes == entry
+
+
 def test_state_planes_are_sglangs_mamba_entry(page_major: ModuleType) -> None:
     """State planes laid [conv0 x layers][conv1 x layers][ssm x layers] are SGLang's build_page_major_mamba_views."""
     layers, slots, conv_shapes, ssm_shape = 3, 5, ((6, 3), (4, 3)), (2, 8, 4)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .implementation import ATTENTION, PAGES, REPACK, ROPE, STORE, TRANSFER, Bound, Implementation
+from .implementation import ATTENTION, LATENT, PAGES, REPACK, ROPE, STORE, TRANSFER, Bound, Implementation
 from .memory import PAGE_MAJOR, Memory
 from .transfer_torch import one_by_one, repack
 from .transfer_work import RepackWork, TransferWork
@@ -26,7 +26,7 @@ class Torch(Implementation):
         if device.type == "cuda":
             self.scope = "SDPA over gathered K and V is measured on the CPU only"
         else:
-            self.kinds |= ATTENTION
+            self.kinds |= ATTENTION | LATENT
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """Gather each sequence's rows, then SDPA with a mask."""
@@ -34,6 +34,10 @@ class Torch(Implementation):
         if shape.sinks:
             return Bound(lambda: _with_sinks(work, memory, starts))
         return Bound(lambda: _by_sequence(work, memory, starts, _sdpa))
+
+    def latent(self, work: AttentionWork, memory: Memory) -> Bound:
+        """The same: rows are keys, and their first elements values."""
+        return self.attention(work, memory)
 
     def store(self, work: StoreWork, memory: Memory) -> Bound:
         """``cache[pages, tokens] = rows``."""

@@ -7,72 +7,16 @@ from typing import Any, Protocol
 
 import torch
 
-from . import gated_delta_cases, state_cases, transfer_cases
+from . import gated_delta_cases, mla_cases, state_cases, transfer_cases
+from .attention_shape import AttentionShape, decode
 from .case import Case
 from .limits import has_peer
 from .transfer_cases import RepackShape, TransferShape
 
-SUITES = ("limits", "store", "decode", "prefill", "extend", "mixed", "pages", "transfer", "peer", "state", "host")
+SUITES = (
+    "limits", "store", "decode", "prefill", "extend", "mixed", "mla", "pages", "transfer", "peer", "state", "host",
+)  # fmt: skip
 ATTENTION_SUITES = ("decode", "prefill", "extend", "mixed")
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """One layer's attention over a ragged, causal batch. Defaults are an 8B Llama's."""
-
-    name: str
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    """Keys of each sequence, those of its query tokens included."""
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    value_dim: int = 128
-    page_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype = torch.bfloat16
-    window: int = 0
-    sinks: bool = False
-    layers: int = 4
-    """Of the page-major pool; the one in the middle is read."""
-
-    @property
-    def scales(self) -> tuple[float, float]:
-        """Key and value scale: stored = x / scale."""
-        return (0.5, 0.25) if self.kv_dtype.itemsize == 1 else (1.0, 1.0)
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens of the batch."""
-        return sum(self.query_lens)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V that have to be read, each once."""
-        keys = 0
-        for n, s in zip(self.query_lens, self.seq_lens, strict=True):
-            keys += min(s, n + self.window - 1) if self.window else s
-        return keys * self.kv_heads * (self.head_dim + self.value_dim) * self.kv_dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that have to move: K, V and query read, the result written."""
-        return self.kv_bytes + self.tokens * self.q_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of both products, over the visible (query, key) pairs alone."""
-        pairs = 0
-        for n, s in zip(self.query_lens, self.seq_lens, strict=True):
-            visible = range(s - n + 1, s + 1)
-            pairs += sum(min(v, self.window) for v in visible) if self.window else sum(visible)
-        return 2 * self.q_heads * (self.head_dim + self.value_dim) * pairs
-
-    @property
-    def short(self) -> bool:
-        """Whether launching would weigh on the time, so that a CUDA graph is replayed, as engines decode."""
-        decode = max(self.query_lens) == 1
-        return decode and (len(self.seq_lens) <= 8 or self.kv_bytes < 1 << 28)
 
 
 @dataclass(frozen=True)
@@ -149,12 +93,6 @@ class CaseShape(Protocol):
 Shape = AttentionShape | StoreShape | PagesShape | TransferShape | RepackShape | CaseShape
 
 
-def decode(name: str, batch: int, keys: int, **options: Any) -> AttentionShape:
-    """One query token for each of ``batch`` sequences of ``keys``; the name says what differs from the defaults."""
-    title = f"B{batch} x {keys}"
-    return AttentionShape(f"{title}, {name}" if name else title, (1,) * batch, (keys,) * batch, **options)
-
-
 def _tokens(n: int) -> str:
     return "1 token" if n == 1 else f"{n} tokens"
 
@@ -191,6 +129,7 @@ _GPU: dict[str, tuple[Shape, ...]] = {
     "extend": (AttentionShape("B8, 512 new on 7680", (512,) * 8, (8192,) * 8),),
     "mixed": (AttentionShape("4 prefills of 2048, 60 decodes of 4096", (2048,) * 4 + (1,) * 60,
                              (2048,) * 4 + (4096,) * 60),),
+    "mla": mla_cases.GPU,
     "pages": (
         *(PagesShape(f"{verb} 256 pages of 2 MiB", verb, 256, 2048, 32) for verb in ("copy", "gather", "scatter")),
         *(PagesShape(f"{verb} 256 pages of 64 KiB", verb, 256, 16384, 1) for verb in ("copy", "gather", "scatter")),
@@ -207,6 +146,7 @@ _QUICK = {
     "prefill": 1,
     "extend": 1,
     "mixed": 1,
+    "mla": mla_cases.QUICK,
     "pages": 7,
     "transfer": 10,
     "peer": 3,
@@ -231,6 +171,7 @@ _CPU: dict[str, tuple[Shape, ...]] = {
     "prefill": (AttentionShape("B2 x 64", (64,) * 2, (64,) * 2, **_TINY),),
     "extend": (AttentionShape("B2, 8 new on 56", (8,) * 2, (64,) * 2, **_TINY),),
     "mixed": (AttentionShape("1 prefill of 32, 3 decodes of 64", (32, 1, 1, 1), (32, 64, 64, 64), **_TINY),),
+    "mla": mla_cases.CPU,
     "pages": (
         *(PagesShape(f"{verb} 16 pages of 4 KiB", verb, 16, 64, 2, **_ROWS) for verb in ("copy", "gather", "scatter")),
         PagesShape("move 32 tokens, 2 layers", "move", 32, 64, 2, **_ROWS),

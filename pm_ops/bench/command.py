@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         type=Path,
         metavar="DIR",
-        help="a folder with _vllm_fa3_C.abi3.so, _C_stable_libtorch.abi3.so and the kernel files of vLLM, SGLang and "
-        "flash-linear-attention, each under its package's path: for peers that are not installed",
+        help="a folder with _vllm_fa3_C.abi3.so, _flashmla_C.abi3.so, _C_stable_libtorch.abi3.so and the kernel files "
+        "of vLLM, SGLang and flash-linear-attention, each under its package's path: for peers that are not installed",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write <device>.json, .txt and PNG plots there")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and samples")

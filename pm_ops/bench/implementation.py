@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .work import AttentionWork, PagesWork, RopeWork, StoreWork
 
 ATTENTION = frozenset({"decode", "prefill", "extend", "mixed", "host attention"})
+LATENT = frozenset({"mla"})
 STORE = frozenset({"store", "host store"})
 ROPE = frozenset({"rope and store"})
 PAGES = frozenset({"pages", "move"})
@@ -71,6 +72,10 @@ class Implementation:
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """Attention of the work's queries over this memory; ``run`` returns ``[Tq, Hq, Dv]``."""
+        raise NotImplementedError
+
+    def latent(self, work: AttentionWork, memory: Memory) -> Bound:
+        """Latent attention of the work's queries: ``memory.value`` is the first elements of ``memory.key``'s rows."""
         raise NotImplementedError
 
     def store(self, work: StoreWork, memory: Memory) -> Bound:

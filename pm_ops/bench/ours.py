@@ -16,6 +16,7 @@ from ..transfer import Transfer
 from .implementation import (
     ATTENTION,
     GATED_DELTA,
+    LATENT,
     PAGES,
     REPACK,
     ROPE,
@@ -40,12 +41,24 @@ class PmOps(Implementation):
     """What a call without further options does, with kernels of pm_ops' own where it might take another's."""
 
     name = "pm_ops"
-    kinds = ATTENTION | STORE | ROPE | PAGES | TRANSFER | REPACK | STATE | GATED_DELTA
+    kinds = ATTENTION | LATENT | STORE | ROPE | PAGES | TRANSFER | REPACK | STATE | GATED_DELTA
     ours = True
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """``pm_ops.attention``, all of K and V read from pages."""
         return Bound(_attention(work, memory, impl=_own(work)))
+
+    def latent(self, work: AttentionWork, memory: Memory) -> Bound:
+        """``pm_ops.mla_attention``."""
+        s = work.shape
+        options: dict[str, Any] = dict(value_dim=s.value_dim, softmax_scale=s.head_dim**-0.5)
+        start = work.query_start if max(s.query_lens) > 1 else None
+        rows = (work.query, work.page_table, work.seq_lens)
+        if memory.pool is not None:
+            pool, layer = memory.pool, memory.layer
+            return Bound(lambda: pm_ops.mla_attention(pool, layer, *rows, query_start=start, **options))  # type: ignore[arg-type, return-value]
+        plane = dict(latent_plane=memory.key_plane, page_size=memory.page_size, dtype=memory.key.dtype)
+        return Bound(lambda: torch.ops.pm_ops.mla_attention(memory.buffer, *rows, start, **plane, **options)[0])
 
     def store(self, work: StoreWork, memory: Memory) -> Bound:
         """``pm_ops.store_kv``."""

@@ -13,6 +13,7 @@ from .ours import PmOps, PmOpsByLayer, PmOpsFA3
 from .peer_fa3 import FA3
 from .peer_flashinfer import FlashInfer
 from .peer_gated_delta import FLA, SGLangGatedDelta, VLLMGatedDelta
+from .peer_mla import FlashInferLatent, FlashMLA, VLLMLatent
 from .peer_sglang import SGLang, SGLangOneLaunch
 from .peer_vllm import VLLM
 from .peer_vllm_mamba import VLLMMamba
@@ -36,6 +37,9 @@ FACTORIES: dict[str, Factory] = {
     "vllm_swap_triton": lambda folder, device: _gpu(device, lambda: VLLMSwapTriton(folder)),
     "sglang": lambda folder, device: _gpu(device, lambda: SGLang(folder)),
     "sglang_one_launch": lambda folder, device: _gpu(device, lambda: SGLangOneLaunch(folder)),
+    "flashmla": lambda folder, device: _gpu(device, lambda: FlashMLA(folder)),
+    "vllm_mla": lambda folder, device: _gpu(device, lambda: VLLMLatent(folder)),
+    "flashinfer_mla": lambda folder, device: _gpu(device, FlashInferLatent),
     "torch": lambda folder, device: Torch(device),
     "torch_staged": lambda folder, device: TorchStaged(),
 }

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from ..ops._common import bits
+from .attention_shape import AttentionShape
 from .case import Case
-from .cases import ATTENTION_SUITES, AttentionShape, PagesShape, RopeShape, StoreShape, shapes
+from .cases import ATTENTION_SUITES, PagesShape, RopeShape, StoreShape, shapes
 from .implementation import Bound
 from .memory import PAGE_MAJOR
+from .mla_cases import MLAShape
+from .mla_work import mla_work
 from .oracle import Error, error, rotate
 from .transfer_cases import RepackShape, TransferShape
 from .transfer_suite import repack_case, transfer_case
@@ -23,7 +26,9 @@ from .work import AttentionWork, PagesWork, RopeWork, StoreWork, attention_work,
 def cases(suite: str, device: torch.device, quick: bool) -> Iterator[Case]:
     """The cases of a suite on this device."""
     for shape in shapes(suite, device, quick):
-        if isinstance(shape, AttentionShape):
+        if isinstance(shape, MLAShape):
+            yield mla_case(suite, shape)
+        elif isinstance(shape, AttentionShape):
             yield attention_case(suite, shape)
         elif isinstance(shape, RopeShape):
             yield rope_case(suite, shape)
@@ -53,6 +58,22 @@ def attention_case(suite: str, shape: AttentionShape) -> Case:
         _check_attention,
         unit,
         shape.nbytes if decode else shape.flops,
+        shape.short,
+        _tolerance(shape.dtype),
+    )
+
+
+def mla_case(suite: str, shape: MLAShape) -> Case:
+    """Latent attention of a batch, a rate of operations: with many heads decode, too, is bound by them."""
+    return Case(
+        suite,
+        shape.name,
+        "mla",
+        partial(mla_work, shape),
+        lambda impl, work, layout: impl.latent(work, work.memories[layout]),
+        _check_attention,
+        "tflop_s",
+        shape.flops,
         shape.short,
         _tolerance(shape.dtype),
     )

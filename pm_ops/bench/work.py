@@ -15,11 +15,12 @@ from torch import Tensor
 
 from .. import PagePool, page_major
 from ..ops._common import bits
-from .cases import AttentionShape, PagesShape, RopeShape, StoreShape
+from .attention_shape import AttentionShape
+from .cases import PagesShape, RopeShape, StoreShape
 from .memory import LAYOUTS, Memory, memory, poison
 from .oracle import attention_reference
 
-_SPARE = 8  # pages that belong to no sequence
+SPARE = 8  # pages that belong to no sequence
 
 
 @dataclass
@@ -74,7 +75,7 @@ def attention_work(shape: AttentionShape, device: torch.device, fill: bool = Tru
     """Make a case's data. Without ``fill`` K, V and the poison are whatever the memory held: enough to compile with."""
     torch.manual_seed(0)
     counts = [-(-s // shape.page_size) for s in shape.seq_lens]
-    used, pages = sum(counts), sum(counts) + _SPARE
+    used, pages = sum(counts), sum(counts) + SPARE
     ids = torch.randperm(pages, device=device)[:used]
     first_page = [sum(counts[:b]) for b in range(len(counts))]
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)

@@ -79,6 +79,7 @@ def _attention(
     bias_queries: tl.int32,
     bias_keys: tl.int32,
     PACKED: tl.constexpr,
+    LATENT: tl.constexpr,
     ASM: tl.constexpr,
     NORMALISE: tl.constexpr,
     INVARIANT: tl.constexpr,
@@ -172,6 +173,13 @@ def _attention(
         mask = valid[:, None] & (d < DIM_K)[None, :]
         q = tl.load(q_row + d[None, :].to(tl.int64) * query_dim_stride, mask=mask, other=0.0)
         q_odd = tl.load(q_row + (d + 1)[None, :].to(tl.int64) * query_dim_stride, mask=mask, other=0.0)
+    elif LATENT:
+        d = tl.arange(0, BLOCK_V)
+        mask = valid[:, None] & (d < DIM_V)[None, :]
+        q = tl.load(q_row + d[None, :].to(tl.int64) * query_dim_stride, mask=mask, other=0.0)
+        d = DIM_V + tl.arange(0, BLOCK_K)
+        mask = valid[:, None] & (d < DIM_K)[None, :]
+        q_odd = tl.load(q_row + d[None, :].to(tl.int64) * query_dim_stride, mask=mask, other=0.0)
     else:
         d = tl.arange(0, BLOCK_K)
         mask = valid[:, None] & (d < DIM_K)[None, :]
@@ -181,16 +189,16 @@ def _attention(
         scale = softmax_scale * tl.load(key_scale_tensor)
     if NORMALISE:  # rows to [1, 2) by a power of two, which is exact
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-        if PACKED:
+        if PACKED or LATENT:
             largest = tl.maximum(largest, tl.max(tl.abs(q_odd.to(tl.float32)), 1))
         exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
         inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
         q = q.to(tl.float32) * inverse
-        if PACKED:
+        if PACKED or LATENT:
             q_odd = q_odd.to(tl.float32) * inverse
         scale = scale * exponent.to(tl.float32, bitcast=True)[:, None]
     q = q.to(KEY_DOT_DTYPE)
-    if PACKED:
+    if PACKED or LATENT:
         q_odd = q_odd.to(KEY_DOT_DTYPE)
     out_scale = value_scale
     if value_scale_tensor is not None:
@@ -244,7 +252,7 @@ def _attention(
                 key_page_stride, key_token_stride, value_page_stride, value_token_stride,
                 key_scales, value_scales, key_scale_plane, value_scale_plane, scale, softcap, slope,
                 bias, bias_rows, bias_valid, bias_key_stride, bias_keys, window, lo, hi, part_begin, part_end,
-                part != 1, PACKED, ASM, SAME_STRIDES, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None,
+                part != 1, PACKED, LATENT, ASM, SAME_STRIDES, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None,
                 KEY_DTYPE, VALUE_DTYPE, VALUE_DOT_DTYPE, PAGE_SIZE, DIM_K, DIM_V, BLOCK_K, BLOCK_V, BLOCK_N,
             )  # fmt: skip
 
@@ -266,9 +274,15 @@ def _attention(
 
 
 def attention(a: Attention) -> tuple[Tensor, Tensor]:
-    """`pm_ops::attention`: one launch, or two where the KV axis is split. `impl` was chosen by the operator."""
-    if attention_hopper.takes(a):
-        return attention_hopper.attention(a)
+    """`pm_ops::attention`. `impl` was chosen by the operator."""
+    return attention_hopper.attention(a) if attention_hopper.takes(a) else attend_pages(a)
+
+
+def attend_pages(a: Attention, latent: bool = False) -> tuple[Tensor, Tensor]:
+    """One launch of the kernel above, or two where the KV axis is split.
+
+    `latent`: the one value head is the first dims of the key, and its plane the key's; a row is loaded once for both.
+    """
     tokens, q_heads, dim = a.query.shape
     out = a.new_out()
     lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)
@@ -278,7 +292,7 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
     planes = (*a.key_plane[:4], *a.value_plane[:4])
     strides = (*a.query.stride(), page_table.stride(0), *planes, *bias_numbers)
-    splits, run = _launch(shape_of(a), a.page_size, strides, a.softcap > 0, a.buffer.is_cuda)
+    splits, run = _launch(shape_of(a, latent), a.page_size, strides, a.softcap > 0, a.buffer.is_cuda)
     partial, partial_lse = out, lse if a.return_lse else None
     if splits > 1:
         partial = a.query.new_empty((splits, tokens, q_heads, a.value_dim), dtype=torch.float32)
@@ -326,6 +340,7 @@ def _launch(s: Shape, page_size: int, strides: tuple[int, ...], softcap: bool, a
             *strides,
         ),
         PACKED=p.packed,
+        LATENT=s.latent,
         ASM=asm,
         NORMALISE=p.key_dot == torch.float16 and s.query_dtype != torch.float16,
         INVARIANT=s.split_keys > 0,

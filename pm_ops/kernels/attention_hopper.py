@@ -11,7 +11,7 @@ Rows of keys that no query of the program sees become zeros: whole boxes come fr
 engine fills with zeros, and values in a box at the edge are zeroed before they are used, since 0 * NaN would reach the
 output; logits of hidden keys are replaced. Page ids of such rows are not read. So what `attention.py` grants holds.
 
-Gluon has no interpreter: what these kernels compute is tested on a GPU only.
+Gluon has no interpreter; tests run these kernels' Python on the CPU (`tests/kernels/gluon_interpreter.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..ops.attention import Attention
 
 _BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-_ROWS = 32  # tokens of a box that is copied row by row
+COPIED_ROWS = 32  # tokens of a box that is copied row by row
 _DIMS = (64, 128, 256)
 _LONG = 16384  # keys from which on programs differ too much in length for one list of tiles a multiprocessor
 
@@ -188,9 +188,9 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     num_pages = keys.shape[0]  # the page behind the last has to be none of either plane
     key_strides, value_strides = None, None
     if boxes:
-        keys, values = _descriptor(keys, rows), _descriptor(values, rows)
+        keys, values = descriptor(keys, rows), descriptor(values, rows)
     else:
-        rows, key_strides, value_strides = _ROWS, keys.stride()[:3], values.stride()[:3]
+        rows, key_strides, value_strides = COPIED_ROWS, keys.stride()[:3], values.stride()[:3]
     page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
     max_keys = min(page_table.shape[1] * a.page_size, 2**31 - 1)
     longest = min(max_keys, a.max_seq_len or max_keys)
@@ -251,7 +251,7 @@ def _block_n(*dims: int) -> int:
     return 128 if max(dims) <= 128 else 64  # two stages of keys and values, and the queries, in 227 KiB
 
 
-def _descriptor(plane: Tensor, rows: int) -> TensorDescriptor:
+def descriptor(plane: Tensor, rows: int) -> TensorDescriptor:
     """A plane for the copy engine, as [num_pages, heads, page_size, dim]."""
     view = plane.transpose(1, 2)
     # The stride of an axis of one entry is never used, but the copy engine refuses 0

@@ -61,14 +61,15 @@ class Shape(NamedTuple):
     packed: bool
     value_scaled: bool
     split_keys: int
+    latent: bool
     query_dtype: torch.dtype
     key_dtype: torch.dtype
     value_dtype: torch.dtype
     multiprocessors: int
 
 
-def shape_of(a: Attention) -> Shape:
-    """What the plan of a call follows from."""
+def shape_of(a: Attention, latent: bool = False) -> Shape:
+    """What the plan of a call follows from; `latent`: values are the first dims of the keys, of the same bytes."""
     tokens, q_heads, dim = a.query.shape
     return Shape(
         tokens,
@@ -84,9 +85,10 @@ def shape_of(a: Attention) -> Shape:
         a.window,
         a.causal,
         a.bias is not None,
-        _packed(a),
+        not latent and _packed(a),
         a.value_scale_plane is not None,
         SPLIT_KEYS if a.batch_invariant else 0,
+        latent,
         a.query.dtype,
         a.key_dtype,
         a.value_dtype,
@@ -98,11 +100,13 @@ def plan_of(s: Shape) -> Plan:
     """Choose tiles that fit shared memory and registers, and enough splits of the KV axis to fill the device."""
     group = s.q_heads // s.kv_heads
     key_dot, value_dot = _dot_dtypes(s.query_dtype, s.key_dtype, s.value_dtype)
-    block_k, block_v = tile_dim(s.dim, s.packed), tile_dim(s.value_dim, s.packed)
+    block_k, block_v = tile_dim(s.dim - s.latent * s.value_dim, s.packed), tile_dim(s.value_dim, s.packed)
 
     # The accumulator, and a bias's tile, live in registers; fp32 without TF32 runs on the plain cores, in small tiles.
     item, widest = max(key_dot.itemsize, value_dot.itemsize), max(block_k, block_v)
     most_rows = min(max((16384 if item == 2 else 4096) // widest, 16), 64 if s.bias else 128)
+    if s.latent and item == 2:
+        most_rows = max(min(32768 // block_v, 64), 16)  # for 512 columns 128 registers of each of 256 threads
     heads = min(group, most_rows)
     block_m = min(max(next_power_of_2(max(s.queries, 1) * heads), 16), most_rows)
     block_q, head_blocks = block_m // heads, -(-group // heads)
@@ -115,6 +119,8 @@ def plan_of(s: Shape) -> Plan:
 
     if item == 4:
         warps, stages, block_n = 8, 2, 16
+    elif s.latent:
+        warps, stages, block_n = 8 if block_m > 16 else 4, 2, 32  # 144 KiB for rows of 576: A100s have 163
     elif block_m * max(block_v, 128) <= 4096:
         each = s.split_keys or keys // max(wanted // max(programs, 1), 1)
         warps, stages, block_n = _decode_tile(s, block_k, block_v, each)

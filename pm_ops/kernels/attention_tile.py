@@ -88,8 +88,8 @@ def attend(
     unit,  # of values with scales of their own: what acc is divided by, [BLOCK_M]
     m,
     l,
-    q,  # [BLOCK_M, BLOCK_K]; PACKED its even columns
-    q_odd,
+    q,  # [BLOCK_M, BLOCK_K]; PACKED its even columns; LATENT its first DIM_V ones
+    q_odd,  # the others
     position,
     keys,
     values,
@@ -117,6 +117,7 @@ def attend(
     end,
     MASKED: tl.constexpr,
     PACKED: tl.constexpr,
+    LATENT: tl.constexpr,
     ASM: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -154,6 +155,13 @@ def attend(
             even, odd = _unpack(words, KEY_DTYPE, key_scale_plane is not None, ASM)
             x = tl.dot(q, tl.trans(even))
             x = tl.dot(q_odd, tl.trans(odd), x)
+        elif LATENT:
+            latent = _load_rows(keys + slot, present, KEY_DTYPE, DIM_V, BLOCK_V, MASKED)
+            rest = keys + (slot + DIM_V * (KEY_DTYPE.primitive_bitwidth // 8))
+            rest = _load_rows(rest, present, KEY_DTYPE, DIM_K - DIM_V, BLOCK_K, MASKED)
+            k = decoded(latent, q.dtype, False)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            x = tl.dot(q_odd, tl.trans(decoded(rest, q.dtype, False)), x, input_precision="ieee")
         else:
             k = _load_rows(keys + slot, present, KEY_DTYPE, DIM_K, BLOCK_K, MASKED)
             k = decoded(k, q.dtype, key_scale_plane is not None)
@@ -210,6 +218,9 @@ def attend(
             even, odd = _unpack(words, VALUE_DTYPE, value_scale_plane is not None, ASM)
             acc = tl.dot(p, even, acc * shrink[:, None])
             acc_odd = tl.dot(p, odd, acc_odd * shrink[:, None])
+        elif LATENT:
+            v = decoded(latent, DOT_DTYPE, False)
+            acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
         else:
             v = _load_rows(values + slot, seen, VALUE_DTYPE, DIM_V, BLOCK_V, MASKED or (bias is not None))
             v = decoded(v, DOT_DTYPE, value_scale_plane is not None)

@@ -19,24 +19,22 @@ from .hopper_tile import BLOCK_M, tile_of
 
 
 @gluon.jit
-def _await_tile(barrier, phase, BOXES: gl.constexpr):
+def await_tile(barrier, phase, BOXES: gl.constexpr):
+    """Wait for a tile, however it was fetched."""
     mbarrier.wait(barrier, phase)
     if not BOXES:
         fence_async_shared()  # rows were written as ordinary stores are; the tensor cores read otherwise
 
 
 @gluon.jit
-def _softmax(
+def visible_logits(
     x,
-    m,
-    l,
     n,
     lo,
     hi,
     full_lo,
     full_hi,
     position,
-    scale,
     cap,
     cap_scale,
     window,
@@ -46,7 +44,7 @@ def _softmax(
     BLOCK_N: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Take a tile's products into the running maximum and sum; `scale` turns products into logits in units of log 2."""
+    """A tile's products, capped, and -inf where a key is hidden."""
     if SOFTCAP:
         x = cap * (1.0 - 2.0 / (1.0 + gl.exp2(x * cap_scale)))
     if (n < full_lo) | (n + BLOCK_N > full_hi):
@@ -59,11 +57,18 @@ def _softmax(
             if not CAUSAL:
                 visible = visible & (j[None, :] < position[:, None] + window)
         x = gl.where(visible, x, float("-inf"))
+    return x
+
+
+@gluon.jit
+def advance(x, m, scale):
+    """The running maximum with a tile's logits, in units of log 2 for their exponentials, and what it shrinks sums by.
+
+    `scale` turns products into logits in units of log 2.
+    """
     new_m = gl.maximum(m, gl.max(x, 1))
     top = gl.where(new_m == float("-inf"), 0.0, new_m * scale)  # a row that has seen no key yet
-    p = gl.exp2(x * scale - top[:, None])
-    shrink = gl.exp2(m * scale - top)
-    return p, new_m, l * shrink + gl.sum(p, 1), shrink
+    return new_m, top, gl.exp2(m * scale - top)
 
 
 @gluon.jit
@@ -153,15 +158,18 @@ def consume(
             n = lo // BLOCK_N * BLOCK_N
             stage = used % STAGES
             phase = (used // STAGES) & 1
-            _await_tile(key_full.index(stage), phase, BOXES)
+            await_tile(key_full.index(stage), phase, BOXES)
             k = key_tiles.index(stage).permute((1, 0))
             x = warpgroup_mma(q_tile, k, zeros, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=(x,))
             mbarrier.arrive(key_empty.index(stage))
-            p, m, l, shrink = _softmax(
-                x, m, l, n, lo, hi, full_lo, full_hi, position, scale, cap, cap_scale, window,
+            x = visible_logits(
+                x, n, lo, hi, full_lo, full_hi, position, cap, cap_scale, window,
                 CAUSAL, WINDOW, SOFTCAP, BLOCK_N, S_LAYOUT,
             )  # fmt: skip
+            m, top, shrink = advance(x, m, scale)
+            p = gl.exp2(x * scale - top[:, None])
+            l = l * shrink + gl.sum(p, 1)
             p = gl.convert_layout(p.to(dtype), P_LAYOUT)
             for _ in range(1, count):
                 n += BLOCK_N
@@ -170,22 +178,25 @@ def consume(
                 earlier_phase = phase
                 stage = used % STAGES
                 phase = (used // STAGES) & 1
-                _await_tile(key_full.index(stage), phase, BOXES)
+                await_tile(key_full.index(stage), phase, BOXES)
                 k = key_tiles.index(stage).permute((1, 0))
                 x = warpgroup_mma(q_tile, k, zeros, use_acc=False, is_async=True)
-                _await_tile(value_full.index(earlier), earlier_phase, BOXES)
+                await_tile(value_full.index(earlier), earlier_phase, BOXES)
                 acc = warpgroup_mma(p, value_tiles.index(earlier), acc, is_async=True)
                 x = warpgroup_mma_wait(1, deps=(x,))
                 mbarrier.arrive(key_empty.index(stage))
-                next_p, m, l, shrink = _softmax(
-                    x, m, l, n, lo, hi, full_lo, full_hi, position, scale, cap, cap_scale, window,
+                x = visible_logits(
+                    x, n, lo, hi, full_lo, full_hi, position, cap, cap_scale, window,
                     CAUSAL, WINDOW, SOFTCAP, BLOCK_N, S_LAYOUT,
                 )  # fmt: skip
+                m, top, shrink = advance(x, m, scale)
+                next_p = gl.exp2(x * scale - top[:, None])
+                l = l * shrink + gl.sum(next_p, 1)
                 acc, p = warpgroup_mma_wait(0, deps=(acc, p))  # p is in registers until then
                 mbarrier.arrive(value_empty.index(earlier))
                 acc = acc * gl.convert_layout(shrink, O_ROWS)[:, None]
                 p = gl.convert_layout(next_p.to(dtype), P_LAYOUT)
-            _await_tile(value_full.index(stage), phase, BOXES)
+            await_tile(value_full.index(stage), phase, BOXES)
             acc = warpgroup_mma(p, value_tiles.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(value_empty.index(stage))

@@ -10,7 +10,7 @@ from .hopper_tile import COLUMNS, tile_of
 
 
 @gluon.jit
-def _fetch(
+def fetch(
     plane,
     boxes,
     barrier,
@@ -22,18 +22,19 @@ def _fetch(
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
+    FIRST: gl.constexpr = 0,
 ):
-    """Have a tile fetched from its pages; the barrier's phase ends when all of it has come."""
+    """Have a tile fetched from its pages, from dim FIRST on; the barrier's phase ends when all of it has come."""
     mbarrier.expect(barrier, BLOCK_N * DIM * 2)
     for i in gl.static_range(BLOCK_N // ROWS):
         for c in gl.static_range(DIM // COLUMNS):
             box = boxes.index((stage * (DIM // COLUMNS) + c) * (BLOCK_N // ROWS) + i)
-            at = [pages[i], kv_head, (n + i * ROWS) % PAGE_SIZE, c * COLUMNS]
+            at = [pages[i], kv_head, (n + i * ROWS) % PAGE_SIZE, FIRST + c * COLUMNS]
             tma.async_copy_global_to_shared(plane, at, barrier, box)
 
 
 @gluon.jit
-def _zero_outside(boxes, stage, n, edge, lo, hi, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
+def zero_outside(boxes, stage, n, edge, lo, hi, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
     """Zero the tokens outside [lo, hi) in the boxes that hold token `edge`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 4, 8], [1, 1, 1, 1], [3, 2, 1, 0])
     along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
@@ -46,7 +47,7 @@ def _zero_outside(boxes, stage, n, edge, lo, hi, ROWS: gl.constexpr, BLOCK_N: gl
 
 
 @gluon.jit
-def _fetch_rows(
+def fetch_rows(
     plane,
     strides,
     boxes,
@@ -60,15 +61,16 @@ def _fetch_rows(
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
+    FIRST: gl.constexpr = 0,
 ):
-    """Have a tile fetched row by row, 16 bytes a thread; rows that are not seen become zeros."""
+    """Have a tile fetched row by row, from dim FIRST on, 16 bytes a thread; rows that are not seen become zeros."""
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     for i in gl.static_range(BLOCK_N // ROWS):
         token = (n + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))) % PAGE_SIZE
         row = pages[i].to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + kv_head.to(gl.int64) * strides[2]
         for c in gl.static_range(DIM // COLUMNS):
             box = boxes.index((stage * (DIM // COLUMNS) + c) * (BLOCK_N // ROWS) + i)
-            address = plane + row[:, None] + (c * COLUMNS + d)[None, :]
+            address = plane + row[:, None] + (FIRST + c * COLUMNS + d)[None, :]
             async_copy.async_copy_global_to_shared(box, address, mask=seen[i][:, None])
 
 
@@ -126,7 +128,7 @@ def produce(
                     seen = (at + ROWS > lo) & (at < hi)
                     pages = pages + (gl.load(table + at // PAGE_SIZE, mask=seen, other=num_pages).to(gl.int32),)  # type: ignore[assignment]
                 mbarrier.wait(key_empty.index(stage), phase ^ 1)
-                _fetch(
+                fetch(
                     key_plane,
                     key_boxes,
                     key_full.index(stage),
@@ -143,20 +145,20 @@ def produce(
                 low_edge = (n < lo) & (lo % ROWS != 0)
                 high_edge = (n + BLOCK_N > hi) & (hi % ROWS != 0)
                 if low_edge | high_edge:
-                    _fetch(
+                    fetch(
                         value_plane, value_boxes, value_edge, pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_V
                     )
                     mbarrier.wait(value_edge, edges & 1)
                     edges += 1
                     if low_edge:
-                        _zero_outside(value_boxes, stage, n, lo, lo, hi, ROWS, BLOCK_N, DIM_V)
+                        zero_outside(value_boxes, stage, n, lo, lo, hi, ROWS, BLOCK_N, DIM_V)
                     if high_edge:
-                        _zero_outside(value_boxes, stage, n, hi, lo, hi, ROWS, BLOCK_N, DIM_V)
+                        zero_outside(value_boxes, stage, n, hi, lo, hi, ROWS, BLOCK_N, DIM_V)
                     fence_async_shared()
                     mbarrier.arrive(value_full.index(stage))
                 else:
                     full = value_full.index(stage)
-                    _fetch(value_plane, value_boxes, full, pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_V)
+                    fetch(value_plane, value_boxes, full, pages, kv_head, n, stage, PAGE_SIZE, ROWS, BLOCK_N, DIM_V)
             else:
                 inside = ()
                 for i in gl.static_range(BLOCK_N // ROWS):
@@ -165,13 +167,13 @@ def produce(
                     inside = inside + (seen,)  # type: ignore[assignment]
                     pages = pages + (gl.load(table + at // PAGE_SIZE, mask=seen, other=0).to(gl.int32),)  # type: ignore[assignment]
                 mbarrier.wait(key_empty.index(stage), phase ^ 1)
-                _fetch_rows(
+                fetch_rows(
                     key_plane, key_strides, key_boxes, pages, inside, kv_head, n, stage,
                     PAGE_SIZE, ROWS, BLOCK_N, DIM_K, layout,
                 )  # fmt: skip
                 async_copy.mbarrier_arrive(key_full.index(stage), increment_count=False)
                 mbarrier.wait(value_empty.index(stage), phase ^ 1)
-                _fetch_rows(
+                fetch_rows(
                     value_plane, value_strides, value_boxes, pages, inside, kv_head, n, stage,
                     PAGE_SIZE, ROWS, BLOCK_N, DIM_V, layout,
                 )  # fmt: skip

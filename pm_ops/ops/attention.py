@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -134,30 +135,10 @@ class Attention:
     def check(self) -> None:
         if torch.is_grad_enabled():
             self._check_no_grad()
-        buffer, q = self.buffer, self.query
-        require_buffer(buffer)
-        device, nbytes = buffer.device, buffer.shape[0]
-        if q.dim() != 3 or q.dtype not in QUERY_DTYPES:
-            raise ValueError(f"query must be float32, float16 or bfloat16 [tokens, heads, head_dim], got {describe(q)}")
-        require_device("query", q, device)
-        require_indices("page_table", self.page_table, device, dim=2)
-        require_indices("seq_lens", self.seq_lens, device)
-        tokens, heads, dim = q.shape
+        device, nbytes = self.buffer.device, self.buffer.shape[0]
+        require_batch(self)
+        tokens, heads, dim = self.query.shape
         batch = self.seq_lens.shape[0]
-        rows = self.page_table.shape[0]
-        require(rows == batch, lambda: f"page_table has {rows} rows for {batch} sequences")
-        if self.query_start is None:
-            require(
-                tokens // torch.sym_max(batch, 1) * batch == tokens,
-                lambda: f"{tokens} query tokens for {batch} sequences; without query_start all have equally many",
-            )
-        else:
-            require_indices("query_start", self.query_start, device)
-            starts = self.query_start.shape[0]
-            require(
-                starts == batch + 1,
-                lambda: f"query_start has {starts} entries for {batch} sequences; it needs one more than those",
-            )
         require(
             self.kv_heads >= 1 and heads % self.kv_heads == 0,
             lambda: f"{heads} query heads cannot share {self.kv_heads} KV heads; it must be a multiple of them",
@@ -308,6 +289,41 @@ class AttentionOut(Attention):
         """Bring a result to where it belongs, unless it was written there."""
         if out is not self.out:
             self.out.copy_(out)
+
+
+class Batch(Protocol):
+    """What every attention over pages takes of a ragged batch."""
+
+    buffer: Tensor
+    query: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor | None
+
+
+def require_batch(a: Batch) -> None:
+    """The buffer is one, and query, page table, lengths and starts fit one another."""
+    require_buffer(a.buffer)
+    device, q = a.buffer.device, a.query
+    if q.dim() != 3 or q.dtype not in QUERY_DTYPES:
+        raise ValueError(f"query must be float32, float16 or bfloat16 [tokens, heads, head_dim], got {describe(q)}")
+    require_device("query", q, device)
+    require_indices("page_table", a.page_table, device, dim=2)
+    require_indices("seq_lens", a.seq_lens, device)
+    tokens, batch, rows = q.shape[0], a.seq_lens.shape[0], a.page_table.shape[0]
+    require(rows == batch, lambda: f"page_table has {rows} rows for {batch} sequences")
+    if a.query_start is None:
+        require(
+            tokens // torch.sym_max(batch, 1) * batch == tokens,
+            lambda: f"{tokens} query tokens for {batch} sequences; without query_start all have equally many",
+        )
+    else:
+        require_indices("query_start", a.query_start, device)
+        starts = a.query_start.shape[0]
+        require(
+            starts == batch + 1,
+            lambda: f"query_start has {starts} entries for {batch} sequences; it needs one more than those",
+        )
 
 
 def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pm_ops.bench.cases import AttentionShape, RopeShape, StoreShape, decode
+from pm_ops.bench.attention_shape import AttentionShape, decode
+from pm_ops.bench.cases import RopeShape, StoreShape
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = dict(

@@ -4,7 +4,8 @@ import pytest
 import torch
 from bench.fakes import CPU, ROPE, SHAPES, STORE, TINY
 
-from pm_ops.bench.cases import SUITES, AttentionShape, PagesShape, decode, shapes
+from pm_ops.bench.attention_shape import AttentionShape, decode
+from pm_ops.bench.cases import SUITES, PagesShape, shapes
 from pm_ops.bench.limits import has_peer
 from pm_ops.bench.memory import LAYOUTS
 from pm_ops.bench.work import attention_work, pages_work, rope_work, store_work

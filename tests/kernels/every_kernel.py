@@ -20,18 +20,20 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch
 from gated_delta_cases import prefill_case, update_case
 from kernels.cases import TOLERANCE, attention_case, moved_with_strides
+from kernels.mla_cases import mla_case
 from kernels.test_rope import rope_case
 from state_cases import conv_prefill, conv_update, ssm_prefill, ssm_update
 from torch import Tensor
 from triton import knobs
 
 import pm_ops
-from pm_ops.kernels import attention_hopper
+from pm_ops.kernels import attention_hopper, mla_hopper
 from pm_ops.kernels.attention import attention
 from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
 from pm_ops.kernels.gated_delta import gated_delta_update
 from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.kernels.merge import merge_attention
+from pm_ops.kernels.mla import mla_attention
 from pm_ops.kernels.padding import zero_padding
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
 from pm_ops.kernels.repack import repack_pages
@@ -181,6 +183,28 @@ def attentions_on_hopper() -> None:
         check(attention_hopper.attention, case, TOLERANCE[case.query.dtype])
 
 
+def latent_attentions() -> None:
+    """Rows of many widths by attention's kernel; on Hopper rows of 512 + 64 by their own, in boxes and row by row."""
+    ragged: dict[str, Any] = dict(lens=[37, 77, 133, 0, 150], queries=[37, 1, 100, 0, 5], spare_rows=3)
+    for options in (
+        dict(lens=[13, 1, 30, 0], queries=1, dims=(40, 24)),
+        dict(lens=[300, 40, 0], queries=1, page_size=16, width=64, dtypes=(F16, E4M3), scale=0.5, tail=FAR),
+        dict(ragged, dims=(256, 32), dtypes=(BF16, BF16), page_size=3),
+    ):
+        case = mla_case("cpu", **options)
+        check(mla_attention, case, TOLERANCE[case.query.dtype])
+    if not attention_hopper.is_hopper(torch.device(DEVICE)):
+        return
+    for options in (
+        dict(ragged, page_size=16, heads=16, tail=FAR, width=40),
+        dict(ragged, page_size=1, heads=5, index=torch.int64),
+        dict(lens=[700, 64, 0], queries=1, page_size=64, heads=128, width=30),
+        dict(ragged, page_size=8, heads=65, causal=False, dims=(256, 64), dtypes=(F16, F16)),
+    ):
+        case = mla_case("cpu", **{"dtypes": (BF16, BF16), "dims": (512, 64), **options})
+        check(mla_hopper.mla_attention, case, TOLERANCE[case.query.dtype])
+
+
 def merges_and_padding() -> None:
     """Parts of a softmax, of which some are empty, and rows behind the last query."""
     for dtype, dim in ((F32, 20), (BF16, 128), (F16, 7)):
@@ -267,8 +291,8 @@ def gated_delta() -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
-        rows_to_slots_and_back, rotations, attentions, attentions_on_hopper, merges_and_padding, whole_pages, tokens,
-        pages_to_the_host, states, gated_delta,
+        rows_to_slots_and_back, rotations, attentions, attentions_on_hopper, latent_attentions, merges_and_padding,
+        whole_pages, tokens, pages_to_the_host, states, gated_delta,
     )
 }  # fmt: skip
 

@@ -40,7 +40,8 @@ TOOLS = {
 """The tools, and their options."""
 CLEAN = re.compile(r"^=+ (ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed)", re.MULTILINE)
 HOPPER = ROOT / "pm_ops/kernels/attention_hopper.py"
-HANDING_OVER = ("def _attention_hopper(", "gl.warp_specialize(")
+SPECIALISED = {path.name: path for path in (HOPPER, HOPPER.with_name("mla_hopper.py"))}
+HANDING_OVER = ("def _attention_hopper(", "def _mla_hopper(", "gl.warp_specialize(")
 Command = Sequence[str]
 
 
@@ -83,11 +84,12 @@ def sanitize(sanitizer: str, script: Command, groups: Iterable[str]) -> dict[str
 
 def is_handing_over(output: str) -> bool:
     """Whether the script ran to its end, and all that racecheck reports is how work comes to worker warps."""
-    source = [line.lstrip() for line in HOPPER.read_text().splitlines()]
+    source = {name: path.read_text().splitlines() for name, path in SPECIALISED.items()}
 
     def of_call(access: str) -> bool:
-        place = re.search(rf" in {HOPPER.name}:(\d+)", access)
-        return place is not None and source[int(place[1]) - 1].startswith(HANDING_OVER)
+        place = re.search(r" in (\w+\.py):(\d+)", access)
+        lines = source.get(place[1], []) if place else []
+        return bool(place and lines) and lines[int(place[2]) - 1].lstrip().startswith(HANDING_OVER)
 
     accesses = re.findall(r"(?:Read|Write) access at (.*)", output)
     finished = re.search(r"^launched .*\n=+ RACECHECK SUMMARY: ", output, re.MULTILINE)

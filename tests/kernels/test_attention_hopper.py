@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.cases import attention_case, check_attention, pages, scattered_table
+from kernels.gluon_interpreter import Kernel
 
 from pm_ops.kernels import attention_hopper
 from pm_ops.kernels.attention import attention
@@ -77,6 +78,25 @@ CASES: dict[str, dict[str, Any]] = {
 def test_attention_equals_dense_attention(name):
     case = attention_case("cuda", **{**COMMON, **CASES[name]})
     assert attention_hopper.able(case)
+    check_attention(case, *attention_hopper.attention(case))
+
+
+ON_THE_CPU = [
+    "every kind of sequence",
+    "fewer keys than queries",
+    "page size 1",
+    "window of 50, not causal",
+    "everything at once",
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+@pytest.mark.parametrize("late", [False, True], ids=["products at once", "products late"])
+@pytest.mark.parametrize("name", ON_THE_CPU)
+def test_the_kernels_python_equals_dense_attention(monkeypatch, name, late):
+    """Products read shared memory when they are issued, or when they are waited for."""
+    monkeypatch.setattr(attention_hopper, "_attention_hopper", Kernel(attention_hopper._attention_hopper, late))
+    case = attention_case("cpu", **{**COMMON, **CASES[name]})
     check_attention(case, *attention_hopper.attention(case))
 
 

@@ -67,11 +67,13 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
 def launch_every_kernel() -> None:
     import torch
     from kernels.cases import attention_case, pages
+    from kernels.mla_cases import mla_case
     from kernels.test_rope import rope_case
 
-    from pm_ops.kernels import attention_hopper
+    from pm_ops.kernels import attention_hopper, mla_hopper
     from pm_ops.kernels.attention import attention
     from pm_ops.kernels.merge import merge_attention
+    from pm_ops.kernels.mla import mla_attention
     from pm_ops.kernels.padding import zero_padding
     from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, zero_pages
     from pm_ops.kernels.repack import repack_pages
@@ -102,6 +104,12 @@ def launch_every_kernel() -> None:
     attention_hopper.attention(
         attention_case("cpu", [40], 40, dims=(256, 256), causal=False, window=3, sinks=torch.zeros(4), **hopper)
     )
+
+    latent = dict(dims=(512, 64), dtypes=(bf16, bf16), heads=128)
+    mla_attention(mla_case("cpu", [3], 1, **latent))
+    mla_attention(mla_case("cpu", [3, 64], [3, 64], dims=(32, 16), dtypes=(f16, e4m3), scale=0.5))
+    mla_hopper.mla_attention(mla_case("cpu", [40], 1, **latent, page_size=64))
+    mla_hopper.mla_attention(mla_case("cpu", [40, 300], [9, 1], **latent, page_size=1, causal=False, width=999))
 
     slots = torch.arange(4)
     for source, dtype in ((f32, f32), (bf16, e4m3), (f16, bf16), (torch.float64, f16), (bf16, e5m2)):

@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pm_ops.ops import attention, conv, gated_delta, merge, pages, repack, rope, selective, store
+from pm_ops.ops import attention, conv, gated_delta, merge, mla, pages, repack, rope, selective, store
 from pm_ops.testing import sample_inputs
 
 MUTATING = ["store_kv", "rope_store_kv", "copy_pages", "zero_pages", "scatter_pages", "copy_slots", "repack_pages"]
@@ -17,7 +17,7 @@ CONV = ["conv1d_update", "conv1d_prefill"]
 SELECTIVE = ["selective_state_update", "selective_scan_prefill"]
 GATED_DELTA = ["gated_delta_update", "gated_delta_prefill"]
 MUTATING += CONV + SELECTIVE + GATED_DELTA
-READING = ["load_kv", "attention", "merge_attention", "gather_pages"]
+READING = ["load_kv", "attention", "mla_attention", "merge_attention", "gather_pages"]
 INTO = ["attention_out"]
 RETURNING = [*READING, "rope_store_kv", *CONV, *SELECTIVE, *GATED_DELTA]
 
@@ -97,6 +97,7 @@ GRAD_INPUTS = {
     "rope_store_kv": ["query", "key", "value", "cos_sin", "q_weight", "k_weight", *SCALES],
     "load_kv": ["scale_tensor"],
     "attention": ["query", "sinks", "alibi_slopes", "bias", *SCALES],
+    "mla_attention": ["query", "scale_tensor"],
     "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
     **{name: ["x", "weight", "bias"] for name in CONV},
     **{name: ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"] for name in SELECTIVE},
@@ -129,8 +130,8 @@ def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
     modules["attention_out"] = attention
     modules |= {**dict.fromkeys(CONV, conv), **dict.fromkeys(SELECTIVE, selective)}
     modules |= dict.fromkeys(GATED_DELTA, gated_delta)
-    module = {**modules, "merge_attention": merge, "repack_pages": repack}.get(name, pages)
-    cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV"))
+    module = {**modules, "merge_attention": merge, "repack_pages": repack, "mla_attention": mla}.get(name, pages)
+    cls = getattr(module, "".join(w.capitalize() for w in name.split("_")).replace("Kv", "KV").replace("Mla", "MLA"))
     fields = dataclasses.fields(cls)
     arguments = op_of(name)._schema.arguments
     assert [f.name for f in fields] == [a.name for a in arguments]

@@ -1,0 +1,241 @@
+"""mla_attention on Hopper: one warp or four fetch latent rows, two warpgroups compute on them.
+
+A program holds 64 rows, BLOCK_Q queries of one sequence x query heads, and their [64, V] result: half of its columns in
+the registers of each of two consumer warpgroups. Tiles of BLOCK_N latent rows lie in shared memory in three parts, the
+left and the right half of the value and the rest of the key. The warpgroups take turns: one computes a tile's logits
+and softmax and hands the probabilities to the other, and each multiplies them with its half of the tile. So one's
+softmax runs beside the other's products, and a row is loaded once for key and value, and for all of the 64 rows.
+
+Parts are boxes as in `attention_hopper.py`, fetched in the same two ways, and the same holds of rows that no query
+sees. Tiles and the order of sums do not depend on the page size.
+
+Tests run this kernel's Python on the CPU (`tests/kernels/gluon_interpreter.py`). No device has timed it yet: its tiles
+and the order of its steps follow from counting cycles.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .attention_hopper import COPIED_ROWS, descriptor
+from .attention_plan import MAX_SPLITS, query_blocks_of
+from .common import LOG2E, on_device
+from .device import is_hopper, multiprocessors
+from .hopper_tile import COLUMNS
+from .merge import merge_splits
+from .mla_hopper_parts import consume, produce
+
+if TYPE_CHECKING:
+    from ..ops.mla import MLAAttention
+
+BLOCK_M = 64
+BLOCK_N = 64
+STAGES = 2
+_REST = 64
+_VALUES = (256, 512)
+
+
+@gluon.jit(
+    do_not_specialize=["num_pages", "uniform", "batch", "query_blocks", "num_queries", "max_keys", "head_blocks"]
+)
+def _mla_hopper(
+    latent_plane,  # BOXES: a descriptor [num_pages, 1, page_size, dim]; else a pointer
+    strides,  # None, or of page, token and head, in elements
+    query,
+    query_stride,
+    query_head_stride,
+    out,  # [T, Hq, V]; with SPLIT [splits, T, Hq, V] fp32
+    lse,  # [T, Hq] fp32, or None; with SPLIT [splits, T, Hq]
+    page_table,
+    page_table_stride,
+    num_pages,
+    query_start,
+    seq_lens,
+    scale,
+    out_scale,
+    uniform,
+    batch,
+    query_blocks,
+    num_queries,
+    max_keys,
+    head_blocks,
+    CAUSAL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    VALUE: gl.constexpr,
+    REST: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BOXES: gl.constexpr,
+):
+    HALF: gl.constexpr = VALUE // 2
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    dtype: gl.constexpr = query.dtype.element_ty
+    boxes: gl.constexpr = STAGES * (BLOCK_N // ROWS)
+    tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    box: gl.constexpr = latent_plane.layout if BOXES else tile
+    shape: gl.constexpr = [1, 1, ROWS, COLUMNS] if BOXES else [ROWS, COLUMNS]
+    left_boxes = gl.allocate_shared_memory(dtype, [boxes * (HALF // COLUMNS)] + shape, box)
+    right_boxes = gl.allocate_shared_memory(dtype, [boxes * (HALF // COLUMNS)] + shape, box)
+    rest_boxes = gl.allocate_shared_memory(dtype, [boxes * (REST // COLUMNS)] + shape, box)
+    left = left_boxes._reinterpret(dtype, [STAGES, BLOCK_N, HALF], tile)
+    right = right_boxes._reinterpret(dtype, [STAGES, BLOCK_N, HALF], tile)
+    rest = rest_boxes._reinterpret(dtype, [STAGES, BLOCK_N, REST], tile)
+    left_q = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], tile)
+    right_q = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], tile)
+    rest_q = gl.allocate_shared_memory(dtype, [BLOCK_M, REST], tile)
+    p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], tile)
+    m_row = gl.allocate_shared_memory(gl.float32, [BLOCK_M], row)
+    shrink_row = gl.allocate_shared_memory(gl.float32, [BLOCK_M], row)
+    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], row)
+    full = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())  # left, right, rest
+    empty = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # a warpgroup's maximum
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # and its probabilities
+    both = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # queries loaded; sums stored
+    for s in gl.static_range(3 * STAGES):
+        mbarrier.init(full.index(s), count=1 if BOXES else 128)  # the copy engine, or each thread that copies
+        mbarrier.init(empty.index(s), count=1)
+    for s in gl.static_range(2):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(made.index(s), count=1)
+        mbarrier.init(both.index(s), count=2)
+    window = 0
+    sequences = (query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, head_blocks, window)
+    parts = (left_boxes, right_boxes, rest_boxes)
+    tiles = (left, right, rest)
+    shared = (p_tile, m_row, shrink_row, ready, made)
+    q_tiles = (left_q, right_q, rest_q)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (consume, (
+                q_tiles, tiles, full, empty, shared, sums, both,
+                query, query_stride, query_head_stride, out, lse, scale, out_scale, sequences,
+                FIRST, CAUSAL, GROUP, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, STAGES, SPLIT, BOXES,
+            )),
+            (consume, (
+                q_tiles, tiles, full, empty, shared, sums, both,
+                query, query_stride, query_head_stride, out, lse, scale, out_scale, sequences,
+                SECOND, CAUSAL, GROUP, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, STAGES, SPLIT, BOXES,
+            )),
+            (produce, (
+                latent_plane, strides, parts, full, empty,
+                page_table, page_table_stride, num_pages, sequences,
+                CAUSAL, PAGE_SIZE, ROWS, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, STAGES, BOXES,
+            )),
+        ],
+        [4, 1 if BOXES else 4],
+        [232, 40] if BOXES else [216, 72],
+    )
+    # fmt: on
+
+
+def takes(a: MLAAttention) -> bool:
+    """Whether this kernel does a call: compute capability 9, rows of the query's 16-bit dtype, 512 + 64 or 256 + 64."""
+    return (
+        is_hopper(a.query.device)
+        and a.query.dtype in (torch.float16, torch.bfloat16)
+        and a.query.dtype == a.dtype
+        and a.value_dim in _VALUES
+        and a.query.shape[2] == a.value_dim + _REST
+        and a.scale_tensor is None
+        and a.softmax_scale * a.scale > 0
+        and a.query.stride(2) == 1
+        and a.buffer.data_ptr() % 16 == 0
+        and not any(n % 16 for n in a.latent_plane[:4])
+    )
+
+
+def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
+    """`pm_ops::mla_attention`, of calls that :func:`takes` approves of: one launch, or two with splits."""
+    tokens, q_heads, _ = a.query.shape
+    batch = a.seq_lens.shape[0]
+    out = a.query.new_empty((tokens, q_heads, a.value_dim))
+    lse = a.query.new_empty((tokens, q_heads) if a.return_lse else (0,), dtype=torch.float32)
+    if tokens == 0 or q_heads == 0:
+        return out, lse
+    heads = min(q_heads, BLOCK_M)
+    head_blocks = -(-q_heads // heads)
+    query_blocks = query_blocks_of(tokens, batch, a.query_start is not None, BLOCK_M // heads)
+    page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
+    max_keys = min(page_table.shape[1] * a.page_size, 2**31 - 1)
+    longest = min(max_keys, a.max_seq_len or max_keys)
+    splits = splits_of(query_blocks * head_blocks, longest, multiprocessors(a.query.device))
+    partial, partial_lse = out, lse if a.return_lse else None
+    if splits > 1:
+        partial = a.query.new_empty((splits, tokens, q_heads, a.value_dim), dtype=torch.float32)
+        partial_lse = a.query.new_empty((splits, tokens, q_heads), dtype=torch.float32)
+    rows = min(a.page_size & -a.page_size, BLOCK_N)  # a power of two that divides the page
+    boxes = rows >= 8
+    latent = a.latent_view()
+    with on_device(a.buffer):
+        _mla_hopper[(query_blocks * head_blocks, splits)](
+            descriptor(latent, rows) if boxes else latent,
+            None if boxes else latent.stride()[:3],
+            a.query,
+            *a.query.stride()[:2],
+            partial,
+            partial_lse,
+            page_table,
+            page_table.stride(0),
+            a.latent_plane[4],
+            None if a.query_start is None else a.query_start.contiguous(),
+            a.seq_lens.contiguous(),
+            a.softmax_scale * a.scale * LOG2E.value,
+            a.scale,
+            tokens // max(batch, 1),
+            batch,
+            query_blocks,
+            tokens,
+            max_keys,
+            head_blocks,
+            CAUSAL=a.causal,
+            PAGE_SIZE=a.page_size,
+            ROWS=rows if boxes else COPIED_ROWS,
+            GROUP=q_heads,
+            HEADS=heads,
+            VALUE=a.value_dim,
+            REST=_REST,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            STAGES=STAGES,
+            SPLIT=splits > 1,
+            BOXES=boxes,
+            num_warps=4,
+        )
+    if splits > 1:
+        assert partial_lse is not None
+        merge_splits(partial, partial_lse, out, lse if a.return_lse else None, False)
+    return out, lse
+
+
+@functools.lru_cache(4096)
+def splits_of(programs: int, keys: int, multiprocessors: int) -> int:
+    """How often to split the KV axis, such that the last round of programs, one a multiprocessor, is as full as can be.
+
+    In units of a tile's time: a program takes about four to begin and end, and joining the splits about eight. From two
+    rounds of programs on there are no splits, whose results would be much to write and to read.
+    """
+    tiles = max(-(-keys // BLOCK_N), 1)
+    if programs >= 2 * multiprocessors:
+        return 1
+
+    def cost(splits: int) -> int:
+        rounds = -(-programs * splits // multiprocessors)
+        return rounds * (-(-tiles // splits) + 4) + (8 if splits > 1 else 0)
+
+    return min(range(1, min(-(-tiles // 2), MAX_SPLITS, multiprocessors) + 1), key=cost)
