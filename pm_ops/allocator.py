@@ -53,20 +53,21 @@ class PageAllocator:
 
     def retain(self, pages: Tensor | Iterable[int]) -> None:
         """One more owner for each page (a shared prefix). Raises RuntimeError for a page nobody owns."""
-        pages = [self._owned(p, "retain") for p in page_ids(pages)]
+        pages = self._all_owned(pages, "retain")
         for page in pages:
             self._counts[page] += 1
 
     def free(self, pages: Tensor | Iterable[int]) -> None:
         """One owner less for each page; without owners it is free again. A double free raises RuntimeError."""
-        pages = [self._owned(p, "free") for p in page_ids(pages)]
-        for page, times in Counter(pages).items():
-            if times > self._counts[page]:
-                owners = counted(self._counts[page], "owner")
-                raise RuntimeError(f"page {page} freed {times} times at once, but has {owners}")
+        pages, counts = self._all_owned(pages, "free"), self._counts
+        if len(set(pages)) < len(pages):
+            for page, times in Counter(pages).items():
+                if times > counts[page]:
+                    owners = counted(counts[page], "owner")
+                    raise RuntimeError(f"page {page} freed {times} times at once, but has {owners}")
         for page in pages:
-            self._counts[page] -= 1
-            if self._counts[page] == 0:
+            counts[page] -= 1
+            if counts[page] == 0:
                 self._free.append(page)
 
     def writable(self, page: int) -> int:
@@ -80,6 +81,15 @@ class PageAllocator:
         (copy,) = self.alloc()
         self._counts[page] -= 1
         return copy
+
+    def _all_owned(self, pages: Tensor | Iterable[int], verb: str) -> list[int]:
+        """The ids as a list; raises as :meth:`_owned` does for the first that has no owner."""
+        ids = page_ids(pages)
+        known = not ids or (min(ids) >= 0 and max(ids) < self.num_pages)
+        if not (known and all(map(self._counts.__getitem__, ids))):  # one by one takes several times as long
+            for page in ids:
+                self._owned(page, verb)
+        return ids
 
     def _checked(self, page: int) -> int:
         if not 0 <= page < self.num_pages:

@@ -14,9 +14,9 @@ from torch import Tensor
 from .layout import PageLayout
 from .pool import PagePool
 
-KERNEL_BELOW = 128 << 10
-"""Bytes of a run, on average, below which ``impl="auto"`` is the kernel; :class:`~pm_ops.transfer_queue.TransferQueue`
-has the measurements."""
+KERNEL_BELOW, KERNEL_BELOW_BY_LAYER = 32 << 10, 128 << 10
+"""Bytes of a run, on average, below which ``impl="auto"`` is the kernel: of whole pages, and of the parts of a transfer
+by layer. :class:`~pm_ops.transfer_queue.TransferQueue` has the measurements."""
 STEP_LEAST, STEP_MOST = 4 << 20, 64 << 20
 """Bytes that are given to the device at once. Copies begin with the least: the driver starts none before it has all."""
 _LAYER_RUNS = 4  # of a page: K, V, and the scales of each
@@ -110,7 +110,7 @@ def plan_transfer(
         firsts = [0, *(i for i, stride in enumerate(strides, 1) if stride != (1, 1))]
     if impl is None:
         mean = sum(part.nbytes for part in parts) * count / (len(firsts) * len(parts))
-        impl = "kernel" if mean < KERNEL_BELOW else "copy"
+        impl = "kernel" if mean < (KERNEL_BELOW_BY_LAYER if by_layer else KERNEL_BELOW) else "copy"
     ends = _ends(count, max(part.nbytes for part in parts), STEP_LEAST if impl == "copy" else STEP_MOST, most)
     cuts, pages = [0, *ends], (_int64(ours), _int64(theirs))
     runs = None

@@ -52,7 +52,7 @@ class TransferQueue:
     - ``"kernel"``: a kernel of 32 programs that reads and writes the host's memory itself, for a GPU and pinned memory.
       One launch, whatever the number of pages, whose ids it reads from a ring of pinned memory: 1 MiB, or more where
       more ids are in flight.
-    - ``"auto"``: the kernel where runs are shorter than 128 KiB on average.
+    - ``"auto"``: the kernel where runs are shorter than 32 KiB on average; by layer, than 128 KiB.
 
     256 scattered pages to and from the host, in GB/s, on an H200 whose pinned copies reach 54.6 and 55.1:
 
@@ -67,9 +67,10 @@ class TransferQueue:
     8 KiB    42.2 / 42.2  73               44.0 / 41.7  57
     =======  ===========  ===============  ===========  ===============
 
-    That is the device's time, of calls made while it had other work to do. The threshold is the host's: it issues a run
-    in the time in which 25 to 55 KB move, so that from 128 KiB on less than half of its time is taken. With some 15,000
-    copies pending, which is 1 GiB in runs of 64 KiB, the driver makes it wait.
+    That is the device's time, of calls made while it had other work to do. The threshold is where the copy engines are
+    no slower, and both directions at once faster by a third; what they take of the host, 0.5 µs a run, is less than the
+    1.5 µs a page that the call takes with either. With some 15,000 copies pending, which is 1 GiB in runs of 64 KiB,
+    the driver makes it wait: by layer, where a page is a run in each, that many are soon reached.
 
     Args:
         source, target: one on the CPU, the other there, too, or on CUDA; then the CPU's memory has to be pinned.

@@ -41,7 +41,7 @@ def test_no_step_is_larger_than_the_bound_allows(impl) -> None:
 
 
 def test_short_runs_are_for_the_kernel_and_adjacent_pages_are_not_short() -> None:
-    layout = pm_ops.page_major(2, 8, 128, 4, torch.bfloat16)  # pages of 32 KiB
+    layout = pm_ops.page_major(2, 8, 128, 1, torch.bfloat16)  # pages of 8 KiB
     pool, other = PagePool(layout, 32), PagePool(layout, 32)
 
     def impl(ids, there, **options):

@@ -12,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to the command's parser."""
     names = ",".join(SUITES)
     parser.add_argument("--suite", default=names, help=f"comma-separated, of {', '.join(SUITES)} (default: all)")
+    parser.add_argument("--case", metavar="TEXT", help="only cases with this in their name, such as '32 KiB'")
     parser.add_argument("--impl", help="comma-separated names of implementations (default: all that are found)")
     parser.add_argument(
         "--peers",

@@ -41,6 +41,10 @@ def measure(options: argparse.Namespace) -> int:
     wanted = list(FACTORIES) if options.impl is None else _names("--impl", options.impl, list(FACTORIES))
     found, missing = find(wanted, options.peers, device)
     todo = [case for suite in suites for case in cases(suite, device, options.quick)]
+    if options.case is not None:
+        todo = [case for case in todo if options.case in case.name]
+        if not todo:
+            raise ValueError(f"--case {options.case!r} is in no case's name in {', '.join(suites)}")
     if options.share is not None:
         share, shares = map(int, options.share.split("/"))
         compile_ahead(todo, found, device, share, shares)
@@ -122,6 +126,7 @@ def _arguments(options: argparse.Namespace, suites: list[str], device: torch.dev
     """The same options again, for the processes that compile."""
     arguments = ["--suite", ",".join(suites), "--device", device.type]
     arguments += ["--impl", options.impl] if options.impl is not None else []
+    arguments += ["--case", options.case] if options.case is not None else []
     arguments += ["--peers", str(options.peers)] if options.peers is not None else []
     return arguments + (["--quick"] if options.quick else [])
 

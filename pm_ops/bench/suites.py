@@ -101,7 +101,7 @@ def pages_case(suite: str, shape: PagesShape) -> Case:
         _check_pages,
         "gb_s",
         shape.nbytes,
-        graph=shape.nbytes < 1 << 28,
+        graph=shape.nbytes <= 1 << 28,
         tolerance=0.0,
     )
 

@@ -64,6 +64,8 @@ class RepackShape:
     kv_heads: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    target_dtype: torch.dtype | None = None
+    """Of the target's elements, where it is a wider one."""
     peer: bool = False
     """Whether the target is on another GPU of the host."""
 
@@ -79,13 +81,20 @@ class RepackShape:
         return self.count * self.page_sizes[0]
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of source and target."""
+        return self.dtype, self.target_dtype or self.dtype
+
+    @property
     def nbytes(self) -> int:
         """Read and written; or what crosses to the other GPU."""
-        return (1 if self.peer else 2) * self.tokens * self.plan.bytes_per_token
+        read = self.tokens * self.plan.bytes_per_token
+        source, target = (dtype.itemsize for dtype in self.dtypes)
+        return read if self.peer else read + read * target // source
 
     def _layout(self, side: int) -> PageLayout:
         heads = self.heads[2] if side == 1 and self.heads is not None else self.kv_heads
-        args = (self.layers, heads, self.head_dim, self.page_sizes[side], self.dtype)
+        args = (self.layers, heads, self.head_dim, self.page_sizes[side], self.dtypes[side])
         return page_major(*args) if self.formats[side] == "page_major" else vllm(*args, self.formats[side])
 
 
@@ -131,6 +140,7 @@ GPU: tuple[TransferShape | RepackShape, ...] = (
     RepackShape("repack 256 pages of 2 MiB from vLLM's order", 256, ("BLNHC", "page_major")),
     RepackShape("repack pages of 16 as pages of 64, 512 MiB", 256, _PAGE_MAJOR, (16, 64)),
     RepackShape("repack heads 4 to 7 of 8, 256 pages of 2 MiB", 256, _PAGE_MAJOR, heads=(4, 0, 4)),
+    RepackShape("repack 256 pages of 2 MiB as float32", 256, _PAGE_MAJOR, target_dtype=torch.float32),
     *(_timed(_moved(size)[i]) for size, i in (("2 MiB", 1), ("32 KiB", 0), ("32 KiB", 1))),
 )
 """The first ones are the most telling."""
@@ -142,5 +152,7 @@ CPU: tuple[TransferShape | RepackShape, ...] = (
     RepackShape("repack 16 pages of 4 KiB to vLLM's order", 16, ("page_major", "BLNHC"), (4, 4), **_TINY),
     RepackShape("repack pages of 4 as pages of 8, 64 KiB", 16, _PAGE_MAJOR, (4, 8), **_TINY),
     RepackShape("repack head 1 of 2, 16 pages", 16, _PAGE_MAJOR, (4, 4), (1, 0, 1), **_TINY),
+    RepackShape("repack 16 pages of 2 KiB as float32", 16, _PAGE_MAJOR, (4, 4), target_dtype=torch.float32,
+                **{**_TINY, "dtype": torch.bfloat16}),
     TransferShape("host time, offload 16 pages", "offload", 16, 64, page_size=4, host_time=True, **_TINY),
 )  # fmt: skip

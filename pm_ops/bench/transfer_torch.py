@@ -124,14 +124,14 @@ def _by_token(shape: RepackShape, side: int, pages: Tensor) -> Tensor:
     """Pages as ``[pages, tokens, layers, K and V, heads, head_dim]``, a view."""
     heads = shape.heads[2] if side == 1 and shape.heads is not None else shape.kv_heads
     layers, tokens, dim = shape.layers, shape.page_sizes[side], shape.head_dim
-    elements = pages.view(shape.dtype)
+    elements = pages.view(shape.dtypes[side])
     if shape.formats[side] == "page_major":
         return elements.view(-1, layers, 2, tokens, heads, dim).permute(0, 3, 1, 2, 4, 5)
     return elements.view(-1, layers, tokens, heads, 2, dim).permute(0, 2, 1, 4, 3, 5)
 
 
 def _assign(target: Tensor, ids: Tensor, rows: Tensor) -> None:
-    target[ids] = rows
+    target[ids] = rows.to(target.dtype)
 
 
 def _pairs(target: Tensor, source: Tensor, to: list[int], at: list[int]) -> Copies:

@@ -102,7 +102,8 @@ class RepackWork:
         for ours, theirs in self.plan.layer_pairs:
             for kind in self.plan.source.kinds(ours):
                 moved = bits(self.source.view(ours, kind))[(*rows, slice(first, first + count))].to(right.device)
-                bits(right.view(theirs, kind))[(*cells, slice(at, at + count))] = moved
+                wide = moved.view(self.shape.dtype).to(self.shape.dtypes[1])
+                bits(right.view(theirs, kind))[(*cells, slice(at, at + count))] = bits(wide)
         return right.buffer
 
 

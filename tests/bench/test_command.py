@@ -58,6 +58,13 @@ def test_suites_and_implementations_can_be_chosen(tmp_path: Path) -> None:
     assert {row["suite"] for row in rows} == {"limits", "store", "pages"} and {row["impl"] for row in rows} == {"torch"}
 
 
+def test_cases_can_be_chosen_by_a_part_of_their_names(tmp_path: Path) -> None:
+    options = ["--suite", "store,transfer", "--case", "offload 16", "--impl", "pm_ops", "--out", str(tmp_path)]
+    assert cli.main([*OPTIONS, *options]) == 0
+    names = {row["case"] for row in results(tmp_path)["rows"] if row["suite"] != "limits"}
+    assert names and all("offload 16" in name for name in names)
+
+
 def test_without_out_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +79,7 @@ def test_without_out_nothing_is_written(
         (["--suite", "stores"], "--suite 'stores': stores is unknown; use limits, store, decode"),
         (["--suite", ","], "--suite ',': nothing is unknown"),
         (["--impl", "pm_ops,fa2"], "--impl 'pm_ops,fa2': fa2 is unknown; use pm_ops, "),
+        (["--suite", "store", "--case", "64 TiB"], "--case '64 TiB' is in no case's name in store"),
         (["--peers", "/no/such/folder"], "--peers /no/such/folder is no folder"),
         (["--device", "tpu"], "--device tpu: there are cuda and cpu"),
     ],
