@@ -30,7 +30,7 @@ def pool_class(base: type, layout: str) -> type:
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
     from sglang.srt.mem_cache.memory_pool import KvBufferDesc, unwrap_write_loc
 
-    class PageMajorKVPool(base):  # type: ignore[misc, valid-type]
+    class PageMajorKVPool(base):
         """K and V of all layers in one buffer; ``page_pool`` is the same memory to this library."""
 
         pm_ops_layout = layout
@@ -151,6 +151,7 @@ def pool_class(base: type, layout: str) -> type:
             self._store(layer_id, slots, cache_k, cache_v, k_scale, v_scale)
 
         def _store(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor, k_scale: Any, v_scale: Any) -> None:
+            assert self.page_pool is not None
             pm_ops.store_kv(
                 self.page_pool,
                 layer_id - self.start_layer,
@@ -179,8 +180,9 @@ def pool_class(base: type, layout: str) -> type:
             slots = (which * self.page_size + indices % self.page_size).cpu()
             found = []
             for layer in range(self.layer_num):
-                rows = [pm_ops.load_kv(host, layer, slots, kind).view(self.store_dtype) for kind in ("key", "value")]
-                found.append([rows])
+                found.append(
+                    [[pm_ops.load_kv(host, layer, slots, kind).view(self.store_dtype) for kind in ("key", "value")]]
+                )
             return found
 
         def load_cpu_copy(

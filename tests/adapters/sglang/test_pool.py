@@ -1,4 +1,4 @@
-"""Our pool against SGLang's own: the same bytes after the same work, and every method that its page-major pool refused."""
+"""Our pool against SGLang's own: the same bytes after the same work; every method that its page-major pool refused."""
 
 import itertools
 import random
