@@ -55,6 +55,11 @@ class PageMajorAttnBackend(AttentionBackend):
             )
         self.impl = settings.impl
         self.windowed = isinstance(self.pool, SWAKVPool)
+        if not self.windowed and not hasattr(self.pool, MARK):
+            raise ValueError(
+                f"pm_ops: its attention backend does not read a {type(self.pool).__qualname__} (models with state "
+                "layers); choose --attention-backend triton with layout token_major"
+            )
         self.page_size = self.pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.forward_metadata: Step | None = None

@@ -18,6 +18,7 @@ GROUP = "sglang.srt.plugins"
 
 def examine() -> dict[str, Any]:
     """``found``: version and device; ``usable``; ``notes``: problems with their remedies, or what is possible."""
+    import sglang  # noqa: F401 (what it lacks itself is an error of its own)
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -127,6 +127,8 @@ def refuse(configurator: Any) -> None:
             "pm_ops: SGLang's disaggregation sends one region a layer, and a cache of pages is one region; leave "
             "--disaggregation-mode out"
         )
+    if configurator.post_capture_kv_active:
+        raise ValueError("pm_ops: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING backs one tensor a layer; unset it")
     if configurator.use_mla_backend:
         raise ValueError(f"pm_ops: latent attention (MLA) is not supported in SGLang; {ANY}")
     readable = (BACKEND,) if settings.layout == "page_major" and configurator.page_size > 1 else STRIDED

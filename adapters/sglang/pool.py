@@ -42,9 +42,8 @@ def pool_class(base: type, layout: str) -> type:
                     f"pm_ops: a cache quantised by {type(options['quant_method']).__name__} is not supported; choose "
                     "--kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2, or run without PM_OPS"
                 )
-            # SGLang's tiled copies and its memory that is backed after capturing know one dense tensor a layer.
-            forced = {"kv_cache_layout": LABEL, "enable_kv_cache_copy": False, "post_capture_active": False}
-            super().__init__(*args, **{**options, **forced})
+            # SGLang's tiled copies know one dense tensor a layer.
+            super().__init__(*args, **{**options, "kv_cache_layout": LABEL, "enable_kv_cache_copy": False})
 
         def _create_buffers(self) -> None:
             self.k_scale_buffer = self.v_scale_buffer = None

@@ -274,6 +274,11 @@ def test_what_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
     with pytest.raises(ValueError, match="does not verify drafts; choose --attention-backend triton with layout"):
         PageMajorAttnBackend(runner)
+    runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+    inner = runner.token_to_kv_pool
+    runner.token_to_kv_pool = type("HybridLinearKVPool", (), {"full_kv_pool": inner})()
+    with pytest.raises(ValueError, match="does not read a HybridLinearKVPool .*choose --attention-backend triton"):
+        PageMajorAttnBackend(runner)
     runner.token_to_kv_pool = MHATokenToKVPool(**kwargs(torch.float32))
     with pytest.raises(ValueError, match="reads a KV cache of pm_ops, which was not asked for: set PM_OPS=1"):
         PageMajorAttnBackend(runner)

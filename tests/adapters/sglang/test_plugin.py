@@ -149,6 +149,7 @@ def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_a
     ("given", "flags", "says"),
     [
         ({"device": "npu:0"}, {}, "SGLang runs on npu; cuda and cpu are supported"),
+        ({"post_capture_kv_active": True}, {}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING .* unset it"),
         ({"use_mla_backend": True}, {}, r"latent attention \(MLA\) is not supported"),
         ({}, {"backend": "flex_attention"}, "flex_attention cannot read pages of layout token_major; choose"),
         ({}, {"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported: pm_ops brings"),
