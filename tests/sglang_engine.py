@@ -58,8 +58,8 @@ def _needs() -> Path:
     stamp = folder / "requirements.txt"
     if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
         return folder
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--upgrade", "--target", str(folder), "--requirement", str(REQUIREMENTS)]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    command += ["--no-deps", "--upgrade", "--target", str(folder), "--requirement", str(REQUIREMENTS)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.SubprocessError) as error:

@@ -154,8 +154,8 @@ def pool_class(base: type, layout: str) -> type:
             pm_ops.store_kv(
                 self.page_pool,
                 layer_id - self.start_layer,
-                key.view(-1, self.head_num, self.head_dim),
-                value.view(-1, self.head_num, self.v_head_dim),
+                key if key.dim() == 3 else key.unflatten(-1, (self.head_num, self.head_dim)),
+                value if value.dim() == 3 else value.unflatten(-1, (self.head_num, self.v_head_dim)),
                 _without_sink(slots),
                 # SGLang scales what it casts, and takes rows of the cache's dtype as they are
                 key_scale=1.0 if k_scale is None or key.dtype == self.dtype else k_scale,

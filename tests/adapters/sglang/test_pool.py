@@ -204,6 +204,24 @@ def test_fp8_rows_are_scaled_saturated_and_left_as_they_are(layout: str, dtype: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_may_be_slices_of_one_projection_and_must_have_the_pools_heads(layout: str) -> None:
+    shape = {**shapes(0), "v_head_dim": None}
+    mine, same = ours(layout, shape), ours(layout, shape)
+    slots = some_slots(shape, 4)
+    width = shape["head_num"] * shape["head_dim"]
+    key, value = torch.randn(4, 3 * width).to(shape["dtype"])[:, width:].split(width, 1)
+    mine.set_kv_buffer(None, slots, key, value, layer_id_override=mine.start_layer)
+    form = (shape["head_num"], shape["head_dim"])
+    whole = [rows.contiguous().unflatten(1, form) for rows in (key, value)]
+    same.set_kv_buffer(None, slots, *whole, layer_id_override=mine.start_layer)
+    assert torch.equal(mine.page_pool.buffer, same.page_pool.buffer)
+    wrong = torch.randn(4, 2 * shape["head_num"], shape["head_dim"]).to(shape["dtype"])
+    with pytest.raises(ValueError, match="key rows are .*holds"):
+        mine.set_kv_buffer(None, slots, wrong, wrong, layer_id_override=mine.start_layer)
+    assert torch.equal(mine.page_pool.buffer, same.page_pool.buffer)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_to_the_cpu_come_back_to_other_slots(seed: int, layout: str) -> None:
     """In the form of SGLang's pool of its own; chunks may be cut otherwise on the way, as its SWA pool does."""
