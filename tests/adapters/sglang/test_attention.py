@@ -171,13 +171,14 @@ def test_sglangs_triton_kernels_read_token_major(batch: Batch, case: str, dtype:
         decode_attention_fwd(
             query, *views, out, pointers, torch.cat(read), logits, torch.zeros(len(query), heads, splits),
             torch.full((len(query),), splits, dtype=torch.int32), splits, DIM**-0.5, 1.0, 1.0,
-            logit_cap=softcap, sinks=sinks,
+            logit_cap=softcap, sinks=sinks, page_size=PAGE,
         )  # fmt: skip
     else:
         starts = torch.tensor([0, *batch.new]).cumsum(0)
         extend_attention_fwd(
             query, key, value, out, *views, starts, pointers, torch.cat(read), None, True, None, max(batch.new),
             1.0, 1.0, DIM**-0.5, logit_cap=softcap, sinks=sinks, sliding_window_size=window - 1 if window else -1,
+            page_size=PAGE,
         )  # fmt: skip
     options = {"softcap": softcap, "window": window, "sinks": sinks}
     close(out, expected(pool, 1, page_table(runner), batch, query, **options), dtype)
