@@ -134,6 +134,12 @@ def test_a_dense_model_gets_our_pool(layout: str, publish: Any, monkeypatch: pyt
     assert (pool.page_pool.num_pages, pool.page_pool.page_size) == (SIZE // 4 + 1, 4)
 
 
+def test_an_fp8_cache_is_one_of_ours(publish: Any) -> None:
+    publish()
+    pool = build(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="fp8_e4m3")
+    assert pool.page_pool.plane(0, "key").dtype == torch.float8_e4m3fn and pool.k_buffer[0].dtype == torch.uint8
+
+
 def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_any(
     publish: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
