@@ -1,6 +1,6 @@
 # make demo            set up .venv (first time only) and run the quickstart; ARGS are its arguments, such as ARGS=--json
 # make test            all tests that need no GPU and no other engine
-# make test-engines    byte identity against the files of SGLang and vLLM; the real vLLM in an environment of its own
+# make test-engines    byte identity against the files of SGLang and vLLM; the adapters on both, vLLM in its own environment
 # make gpu-test        the tests marked gpu, with the current python3 if its torch sees a GPU
 # make gpu-sanitize    every kernel under compute-sanitizer: memcheck, racecheck, initcheck; minutes
 # make lint            ruff and mypy
@@ -16,8 +16,10 @@ ARGS =
 WORKERS = 2
 
 RUN = VENV='$(VENV)' PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' sh requirements/run.sh
-# The adapter of vLLM, on the real engine.
+# The adapters of engines: vLLM's on the real engine, SGLang's on the packages of two releases, which one process each holds.
 VLLM_TESTS = tests/adapters/vllm
+SGLANG_TESTS = tests/adapters/sglang
+SGLANG_RELEASES = 0.5.17 0.5.23
 # One thread a worker: small tensors, and the cores are taken by the workers.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest
 
@@ -28,7 +30,9 @@ test:
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not gpu and not engines' $(ARGS)
 
 test-engines:
-	@PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' --ignore=$(VLLM_TESTS) $(ARGS)
+	@PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' --ignore=$(VLLM_TESTS) --ignore=$(SGLANG_TESTS) $(ARGS)
+	@for release in $(SGLANG_RELEASES); do \
+	    SGLANG_RELEASE=$$release PM_OPS_PEERS=required $(PYTEST) -m engines $(SGLANG_TESTS) $(ARGS) || exit 1; done
 	@OMP_NUM_THREADS=1 $(RUN) --vllm -m pytest -n $(WORKERS) --dist loadfile -m engines $(VLLM_TESTS) $(ARGS)
 
 gpu-test:

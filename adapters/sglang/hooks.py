@@ -1,0 +1,63 @@
+"""The places of SGLang that the plugin needs. It goes by what is there, never by version numbers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+MODULE = "sglang.srt.mem_cache.kv_cache_configurator"
+CONFIGURATOR = f"{MODULE}.KVCacheConfigurator"
+RESOLVE = "_resolve_kv_pool_class"
+"""The method that chooses a pool's class, from SGLang 0.5.22 on."""
+BUILD = ("_build_mha_kv_pool", "_build_hybrid_swa_kv_pool", "_build_hybrid_linear_kv_pool")
+"""The methods that take it as ``mha_pool_class``, before."""
+FUSED = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
+"""Whether a model's rotary kernel writes the cache itself, row by row: it knows dense rows only."""
+
+NEEDED = {
+    "KVCacheConfigurator": f"{MODULE}:KVCacheConfigurator.configure",
+    "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers",
+    "moves of a layout's own": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._move_kv_cache_impl",
+    "buffer descriptions": "sglang.srt.mem_cache.memory_pool:KvBufferDesc",
+    "places of writes": "sglang.srt.mem_cache.memory_pool:unwrap_write_loc",
+    "pools of sliding windows": "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool",
+    "configuration of a process": "sglang.srt.runtime_context:get_exec",
+    "fused writes of the rotary kernel": "sglang.srt.models.utils:enable_fused_set_kv_buffer",
+    "hooks": "sglang.srt.plugins.hook_registry:HookRegistry.register",
+    "registry of attention": "sglang.srt.layers.attention.attention_registry:register_attention_backend",
+    "choice of attention": "sglang.srt.server_args:add_attention_backend_choices",
+    "metadata of attention": (
+        "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata_out_graph"
+    ),
+}
+"""What every release needs: what it is, and ``module:attributes``."""
+
+VERSIONS = "0.5.17 or 0.5.23"
+"""Releases that have them all, and are tested."""
+
+
+def pool_hooks() -> list[str]:
+    """The methods of KVCacheConfigurator that say which class a pool is made from; empty: this release has none."""
+    configurator = getattr(importlib.import_module(MODULE), "KVCacheConfigurator", None)
+    if hasattr(configurator, RESOLVE):
+        return [RESOLVE]
+    return [name for name in BUILD if hasattr(configurator, name)]
+
+
+def missing() -> list[str]:
+    """The hooks that the installed SGLang does not have, in words. Imports SGLang."""
+    found = [f"{what} ({path.replace(':', '.')})" for what, path in NEEDED.items() if not _present(path)]
+    if not found and not pool_hooks():
+        found.append(f"choice of the pool ({CONFIGURATOR}.{RESOLVE} or .{BUILD[0]})")
+    return found
+
+
+def _present(path: str) -> bool:
+    module, _, attributes = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attributes.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return False
+    return True

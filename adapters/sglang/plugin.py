@@ -1,0 +1,142 @@
+"""The entry point ``sglang.srt.plugins: pm_ops``.
+
+SGLang loads plugins early in every process, and only logs what they raise. So loading installs hooks, no more; whether
+they took effect is seen when the pool has been built, and there an error stops the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from . import hooks
+from .config import HOW, Settings
+
+BACKEND = "pm_ops"
+STRIDED = ("triton", "fa3", "flashinfer", "torch_native", BACKEND)
+"""Attention backends that find a slot by its stride, as token_major needs it."""
+ANY = "run without PM_OPS"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Hook the making of the KV cache, and add the attention backend ``pm_ops``. Called by SGLang, once a process."""
+    try:
+        if Settings.asked() is None:
+            return
+        absent = hooks.missing()
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if absent:
+        # An Exception would be logged, and the engine would run on without us.
+        raise SystemExit(
+            f"pm_ops: this SGLang has no {'; no '.join(absent)}. The adapter is tested with {hooks.VERSIONS}: install "
+            f"one of them, or {ANY}"
+        )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    register_attention_backend(BACKEND)(_make_backend)
+    add_attention_backend_choices([BACKEND])
+    for name in hooks.pool_hooks():
+        hook = _resolve if name == hooks.RESOLVE else _build
+        HookRegistry.register(f"{hooks.CONFIGURATOR}.{name}", hook, HookType.AROUND)
+    HookRegistry.register(f"{hooks.CONFIGURATOR}.configure", _configure, HookType.AROUND)
+    HookRegistry.register(hooks.FUSED, _never_fused, HookType.AROUND)
+
+
+def _make_backend(runner: Any) -> Any:
+    from .backend import PageMajorAttnBackend
+
+    return PageMajorAttnBackend(runner)
+
+
+def _never_fused(original: Any, *args: Any, **options: Any) -> bool:
+    """Rows of pages are not dense; the pool's own store is one launch, too."""
+    return False
+
+
+def _resolve(original: Any, configurator: Any, *, kind: str, default: type) -> type:
+    """From SGLang 0.5.22 on: the class of a pool."""
+    chosen = original(configurator, kind=kind, default=default)
+    return _ours(chosen) if kind == "mha" else chosen
+
+
+def _build(original: Any, configurator: Any, *, mha_pool_class: type, **options: Any) -> Any:
+    """Before: a pool that is made from a given class."""
+    return original(configurator, mha_pool_class=_ours(mha_pool_class), **options)
+
+
+def _ours(chosen: type) -> type:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from .pool import pool_class
+
+    if chosen is not MHATokenToKVPool:
+        raise ValueError(f"pm_ops: this platform brings a KV pool of its own, {chosen.__qualname__}; {ANY}")
+    return pool_class(chosen, _settings().layout)
+
+
+def _configure(original: Any, configurator: Any, **options: Any) -> Any:
+    """Refuse what cannot work, build the pools, and make sure that they are ours."""
+    from .pool import MARK, pools_of
+
+    settings = _settings()
+    refuse(configurator)
+    result = original(configurator, **options)
+    for pool in pools_of(result.token_to_kv_pool):
+        if getattr(pool, MARK, None) != settings.layout:
+            raise RuntimeError(
+                f"pm_ops: SGLang built a {type(pool).__qualname__} for this model's KV cache, which pm_ops does not "
+                f"support: it replaces the MHATokenToKVPool of dense attention and of sliding windows alone; {ANY}"
+            )
+        logger.info("pm_ops: the KV cache is %s", pool.page_pool)
+    return result
+
+
+def _settings() -> Settings:
+    settings = Settings.asked()
+    if settings is None:
+        raise RuntimeError(
+            f"pm_ops: PM_OPS was set when the plugin was loaded, and is no more; {HOW} for every process"
+        )
+    return settings
+
+
+def refuse(configurator: Any) -> None:
+    """Raise ValueError for what the adapter cannot do, before memory is taken."""
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
+
+    memory, kernel, settings = get_memory(), get_exec().kernel, _settings()
+    device = str(configurator.device).partition(":")[0]
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"pm_ops: SGLang runs on {device}; cuda and cpu are supported: {ANY}")
+    for flag, why in (
+        ("enable_page_major_kv_layout", "pm_ops brings the layout itself: leave it out"),
+        ("enable_unified_memory", "it brings a pool of its own: leave one of them out"),
+        ("enable_hierarchical_cache", "its copies know one dense tensor a layer: leave it out"),
+        ("enable_lmcache", "it reads one dense tensor a layer: leave it out"),
+        ("enable_hisparse", "it brings a pool of its own: leave one of them out"),
+    ):
+        if getattr(memory, flag, False):
+            raise ValueError(f"pm_ops: --{flag.replace('_', '-')} is not supported: {why}")
+    if get_disagg().disaggregation_mode != "null":
+        raise ValueError(
+            "pm_ops: SGLang's disaggregation sends one region a layer, and a cache of pages is one region; leave "
+            "--disaggregation-mode out"
+        )
+    if configurator.post_capture_kv_active:
+        raise ValueError("pm_ops: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING backs one tensor a layer; unset it")
+    if configurator.use_mla_backend:
+        raise ValueError(f"pm_ops: latent attention (MLA) is not supported in SGLang; {ANY}")
+    readable = (BACKEND,) if settings.layout == "page_major" and configurator.page_size > 1 else STRIDED
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        chosen = getattr(kernel, name, None) or kernel.attention_backend
+        if chosen not in readable:
+            raise ValueError(
+                f"pm_ops: {name} {chosen} cannot read pages of layout {settings.layout}; choose --attention-backend "
+                f"{' or '.join(readable)}"
+                + (", or layout token_major, which SGLang's own backends read" if len(readable) == 1 else "")
+            )

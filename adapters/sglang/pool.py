@@ -1,0 +1,221 @@
+"""SGLang's pool of keys and values over a ``PagePool``: its class's contract, one buffer of pages under it."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pm_ops
+from pm_ops import PagePool
+from pm_ops.ops import _common
+
+FORMATS = {"token_major": pm_ops.token_major, "page_major": pm_ops.page_major}
+LABEL = "page_major"
+"""What SGLang is told of the layout, whichever it is: that it is not one of its own per-layer ones."""
+MARK = "pm_ops_layout"
+"""The attribute that pools of ours have and others have not."""
+
+
+@functools.cache
+def pool_class(base: type, layout: str) -> type:
+    """A subclass of a release's own ``MHATokenToKVPool`` that keeps its cache in pages of ``layout``.
+
+    It is made here, not declared, because importing pm_ops must not import SGLang. Slots are SGLang's: page
+    ``slot // page_size``, and page 0 is where rows of padding are written.
+    """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+    from sglang.srt.mem_cache.memory_pool import KvBufferDesc, unwrap_write_loc
+
+    class PageMajorKVPool(base):
+        """K and V of all layers in one buffer; ``page_pool`` is the same memory to this library."""
+
+        pm_ops_layout = layout
+        page_pool: PagePool | None
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            if options.get("quant_method") is not None:
+                raise ValueError(
+                    f"pm_ops: a cache quantised by {type(options['quant_method']).__name__} is not supported; choose "
+                    "--kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2, or run without PM_OPS"
+                )
+            # SGLang's tiled copies know one dense tensor a layer.
+            super().__init__(*args, **{**options, "kv_cache_layout": LABEL, "enable_kv_cache_copy": False})
+
+        def _create_buffers(self) -> None:
+            self.k_scale_buffer = self.v_scale_buffer = None
+            self.native_k_scale_buffer = self.native_v_scale_buffer = None
+            self.dq_k_buffer = self.dq_v_buffer = None
+            self.page_pool, self.k_buffer, self.v_buffer = None, [], []
+            if self.layer_num:  # a model with sliding windows in every layer has an empty pool beside that of windows
+                self.page_pool = self._allocate()
+                self.k_buffer = [self._rows(layer, "key") for layer in range(self.layer_num)]
+                self.v_buffer = [self._rows(layer, "value") for layer in range(self.layer_num)]
+            buffers = self.k_buffer + self.v_buffer
+            pointers = [buffer.data_ptr() for buffer in buffers]
+            self.data_ptrs = torch.tensor(pointers, dtype=torch.uint64, device=self.device)
+            self.k_data_ptrs, self.v_data_ptrs = self.data_ptrs[: self.layer_num], self.data_ptrs[self.layer_num :]
+            strides = [buffer.stride(0) * buffer.element_size() for buffer in buffers]
+            self.data_strides = torch.tensor(strides, dtype=torch.int64, device=self.device)
+            self._kv_buffer_descs = self._build_kv_buffer_descs()
+
+        def _allocate(self) -> PagePool:
+            layout = FORMATS[self.pm_ops_layout](
+                self.layer_num, self.head_num, self.head_dim, self.page_size, self.dtype, value_dim=self.v_head_dim
+            )
+            num_pages = -(-self.size // self.page_size) + 1
+            in_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
+            with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), in_pool:
+                buffer = torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=self.device)
+            pool = PagePool(layout, num_pages, buffer=buffer, reserve_null=True)
+            pool.allocator.alloc(pool.allocator.num_free)  # they are the engine's to hand out
+            return pool
+
+        def _rows(self, layer: int, kind: str) -> Tensor:
+            """``[slots, heads, dim]`` where slots are evenly apart, else ``[pages, page_size, heads, dim]``."""
+            assert self.page_pool is not None
+            view = self.page_pool.view(layer, kind).view(self.store_dtype)
+            even = self.page_size == 1 or view.stride(0) == self.page_size * view.stride(1)
+            return view.flatten(0, 1) if even else view
+
+        def _build_kv_buffer_descs(self) -> list[Any]:
+            if self.page_pool is None:
+                return []
+            shape = tuple(self.page_pool.pages.shape)
+            return [KvBufferDesc("pages", shape, row_bytes=shape[1], tokens_per_row=self.page_size)]
+
+        def _clear_buffers(self) -> None:
+            self.page_pool = None
+            super()._clear_buffers()
+
+        def get_kv_size_bytes(self) -> tuple[int, int]:
+            """Bytes of K and of V; padding counts as V."""
+            if self.page_pool is None:
+                return 0, 0
+            keys = sum(buffer.numel() * buffer.element_size() for buffer in self.k_buffer)
+            return keys, self.page_pool.buffer.numel() - keys
+
+        def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+            """``(addresses, bytes, bytes of a page)`` of one region: a page of every layer is one run of it."""
+            if self.page_pool is None:
+                return [], [], []
+            pages = self.page_pool.pages
+            return [pages.data_ptr()], [pages.numel()], [pages.shape[1]]
+
+        def _pd_registerable_tensors(self) -> list[Tensor]:
+            return [] if self.page_pool is None else [self.page_pool.buffer]
+
+        def set_kv_buffer(
+            self,
+            layer: Any,
+            loc_info: Any,
+            cache_k: Tensor,
+            cache_v: Tensor,
+            k_scale: float | Tensor | None = None,
+            v_scale: float | Tensor | None = None,
+            layer_id_override: int | None = None,
+            dcp_kv_mask: Tensor | None = None,
+        ) -> None:
+            """Write one row a slot, in one launch: scaled, rounded and stored. The rows are left as they are."""
+            slots = unwrap_write_loc(loc_info)[0]
+            if dcp_kv_mask is not None:
+                slots = torch.where(dcp_kv_mask.bool(), slots, -1)
+            layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+            self._store(layer_id, slots, cache_k, cache_v, k_scale, v_scale)
+
+        def set_kv_buffer_prefix_valid(
+            self,
+            layer: Any,
+            loc_2d: Tensor,
+            commit_lens: Tensor,
+            cache_k: Tensor,
+            cache_v: Tensor,
+            k_scale: float | Tensor | None = None,
+            v_scale: float | Tensor | None = None,
+            layer_id_override: int | None = None,
+        ) -> None:
+            """Write the first ``commit_lens[i]`` rows of sequence ``i`` to the first slots of ``loc_2d[i]``."""
+            if loc_2d.dim() != 2 or commit_lens.shape != loc_2d.shape[:1] or len(cache_k) != loc_2d.numel():
+                raise ValueError(
+                    f"loc_2d must be [sequences, slots], commit_lens [sequences] and one row a slot, got "
+                    f"{list(loc_2d.shape)}, {list(commit_lens.shape)} and {len(cache_k)} rows"
+                )
+            loc_2d, commit_lens = loc_2d.to(cache_k.device), commit_lens.to(cache_k.device)
+            committed = torch.arange(loc_2d.shape[1], device=loc_2d.device) < commit_lens[:, None]
+            slots = torch.where(committed, loc_2d, -1).flatten()
+            layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+            self._store(layer_id, slots, cache_k, cache_v, k_scale, v_scale)
+
+        def _store(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor, k_scale: Any, v_scale: Any) -> None:
+            assert self.page_pool is not None
+            pm_ops.store_kv(
+                self.page_pool,
+                layer_id - self.start_layer,
+                key if key.dim() == 3 else key.unflatten(-1, (self.head_num, self.head_dim)),
+                value if value.dim() == 3 else value.unflatten(-1, (self.head_num, self.v_head_dim)),
+                _without_sink(slots),
+                # SGLang scales what it casts, and takes rows of the cache's dtype as they are
+                key_scale=1.0 if k_scale is None or key.dtype == self.dtype else k_scale,
+                value_scale=1.0 if v_scale is None or value.dtype == self.dtype else v_scale,
+            )
+
+        def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+            assert self.page_pool is not None
+            self.page_pool.copy_slots(src_loc.flatten(), _without_sink(tgt_loc.flatten()))
+
+        def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> list[Any]:
+            """The rows of these slots, SGLang's way: for each layer a list of chunks ``[key, value]``, here one.
+
+            The pages that hold them come over in one copy.
+            """
+            if self.page_pool is None or not len(indices):
+                return [[] for _ in range(self.layer_num)]
+            pages, which = torch.unique(indices // self.page_size, return_inverse=True)
+            rows = self.page_pool.gather(pages).cpu()
+            host = PagePool(self.page_pool.layout, len(pages), buffer=rows.flatten())
+            slots = (which * self.page_size + indices % self.page_size).cpu()
+            found = []
+            for layer in range(self.layer_num):
+                found.append(
+                    [[pm_ops.load_kv(host, layer, slots, kind).view(self.store_dtype) for kind in ("key", "value")]]
+                )
+            return found
+
+        def load_cpu_copy(
+            self, kv_cache_cpu: list[Any], indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+        ) -> None:
+            """Write what ``get_cpu_copy`` gave, chunked in whatever way, to these slots. It goes over in one copy."""
+            if self.page_pool is None or not len(indices):
+                return
+            entry = pm_ops.token_major(
+                self.layer_num, self.head_num, self.head_dim, 1, self.dtype, value_dim=self.v_head_dim
+            )
+            host = PagePool(entry, len(indices))
+            every = torch.arange(len(indices))
+            for layer, chunks in enumerate(kv_cache_cpu):
+                key, value = (torch.cat([chunk[i] for chunk in chunks]).view(self.dtype) for i in range(2))
+                if len(key) != len(indices) or len(value) != len(indices):
+                    raise ValueError(f"{len(key)} rows of K and {len(value)} of V for {len(indices)} slots")
+                pm_ops.store_kv(host, layer, key, value, every)
+            near = PagePool(entry, len(indices), buffer=host.buffer.to(self.page_pool.device))
+            for layer in range(self.layer_num):
+                key, value = near.view(layer, "key")[:, 0], near.view(layer, "value")[:, 0]
+                pm_ops.store_kv(self.page_pool, layer, key, value, indices)
+
+    PageMajorKVPool.__module__, PageMajorKVPool.__qualname__ = __name__, "PageMajorKVPool"
+    return PageMajorKVPool
+
+
+def pools_of(pool: Any) -> list[Any]:
+    """The pools that SGLang's pool consists of: those of full attention and of windows, where it is made of two."""
+    parts = [getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")]
+    return [part for part in parts if part is not None] or [pool]
+
+
+def _without_sink(slots: Tensor) -> Tensor:
+    """Where index values are checked, rows of padding, which all go to slot 0, are skipped: they would be refused."""
+    checked = slots.device.type == "cpu" or _common.CHECKS
+    return slots.masked_fill(slots == 0, -1) if checked else slots

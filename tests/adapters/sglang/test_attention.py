@@ -1,0 +1,285 @@
+"""Attention over our pool: SGLang's own Triton kernels, in the interpreter, and the backend ``pm_ops``, by the oracle.
+
+The pool is full of NaN but for the rows that were stored.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang_engine
+
+pytestmark = pytest.mark.engines
+RELEASE = sglang_engine.require()
+
+import oracle
+import torch
+import triton_interpreter  # noqa: F401
+from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor
+
+from pm_ops.adapters.sglang.backend import PageMajorAttnBackend
+from pm_ops.adapters.sglang.pool import FORMATS, pool_class
+
+PAGE, CONTEXT, LAYERS, DIM = 4, 32, 2, 16
+SIZE = 24 * PAGE
+CASES: dict[str, dict[str, Any]] = {
+    "gqa": {"heads": 4},
+    "mha": {"heads": 2},
+    "cap": {"heads": 4, "softcap": 2.0},
+    "sinks": {"heads": 4, "sinks": True},
+    "window": {"heads": 4, "window": 5},
+}
+
+
+@dataclass
+class Batch:
+    """Sequences of a step: keys in all, and how many of them are new."""
+
+    lengths: list[int]
+    new: list[int]
+
+
+DECODE = Batch([1, 7, 20], [1, 1, 1])
+EXTEND = Batch([5, 12, 9], [5, 4, 1])
+
+
+def kwargs(dtype: torch.dtype, value_dim: int | None = None) -> dict[str, Any]:
+    return {
+        "size": SIZE, "page_size": PAGE, "dtype": dtype, "head_num": 2, "head_dim": DIM, "v_head_dim": value_dim,
+        "layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False,
+    }  # fmt: skip
+
+
+class Runner:
+    """As much of SGLang's model runner as a backend asks: pools, and pages given out at random."""
+
+    def __init__(self, layout: str, dtype: torch.dtype, batch: Batch, *, windowed: bool = False) -> None:
+        made = pool_class(MHATokenToKVPool, layout)
+        options = kwargs(dtype)
+        if windowed:
+            del options["layer_num"], options["enable_memory_saver"]
+            self.token_to_kv_pool: Any = SWAKVPool(
+                **options, size_swa=SIZE, swa_attention_layer_ids=[1], full_attention_layer_ids=[0],
+                token_to_kv_pool_class=made,
+            )  # fmt: skip
+            pages = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(SIZE // PAGE)])
+            mapping = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+            self.token_to_kv_pool.register_mapping(mapping)
+            pools = [self.token_to_kv_pool.full_kv_pool, self.token_to_kv_pool.swa_kv_pool]
+        else:
+            self.token_to_kv_pool = made(**options)
+            pools = [self.token_to_kv_pool]
+        for pool in pools:
+            pool.page_pool.buffer.view(dtype).fill_(torch.nan)
+        self.pools = pools
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+        table = torch.zeros(len(batch.lengths) + 2, CONTEXT, dtype=torch.int32)
+        self.rows = torch.randperm(len(table))[: len(batch.lengths)]
+        free = iter((1 + torch.randperm(SIZE // PAGE)).tolist())
+        for row, length in zip(self.rows, batch.lengths, strict=True):
+            for start in range(0, length, PAGE):
+                table[row, start : start + PAGE] = torch.arange(PAGE) + PAGE * next(free)
+        self.req_to_token_pool = SimpleNamespace(req_to_token=table, size=len(table))
+        self.slots = [table[row, :length].long() for row, length in zip(self.rows, batch.lengths, strict=True)]
+        self.batch = batch
+
+    def forward_batch(self, mode: ForwardMode, **more: Any) -> Any:
+        """SGLang's description of the step."""
+        lengths, new = torch.tensor(self.batch.lengths), torch.tensor(self.batch.new)
+        fields = dict(
+            forward_mode=mode, batch_size=len(lengths), req_pool_indices=self.rows, seq_lens=lengths,
+            seq_lens_cpu=lengths, extend_seq_lens=new, extend_seq_lens_cpu=self.batch.new,
+            out_cache_loc=torch.cat([s[-n:] for s, n in zip(self.slots, self.batch.new, strict=True)]),
+        )  # fmt: skip
+        return SimpleNamespace(**{**fields, **more})
+
+
+def layer(index: int, heads: int, *, softcap: float = 0.0, window: int = 0, **more: Any) -> Any:
+    """An attention layer; SGLang counts a window without the query's own key."""
+    window = window - 1 if window else -1
+    more = {"scaling": DIM**-0.5, "num_kv_heads": 2, "layer_id": index, **more}
+    return RadixAttention(heads, DIM, logit_cap=softcap, sliding_window_size=window, **more)
+
+
+def rows(count: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return (torch.randn(count, n, DIM).to(dtype) for n in (heads, 2, 2))  # type: ignore[return-value]
+
+
+def expected(pool: Any, index: int, table: Tensor, batch: Batch, query: Tensor, **options: Any) -> Tensor:
+    """By the oracle, ``[tokens, heads, dim]`` float64."""
+    key, value = (pool.page_pool.plane(index, kind) for kind in ("key", "value"))
+    starts = torch.tensor([0, *batch.new]).cumsum(0)
+    return oracle.attention(
+        pool.page_pool.buffer, query, table, torch.tensor(batch.lengths), starts, key.geometry, value.geometry,
+        PAGE, 2, DIM, key.dtype, value.dtype, softmax_scale=DIM**-0.5, **options,
+    )[0]  # fmt: skip
+
+
+def page_table(runner: Runner, mapping: Tensor | None = None) -> Tensor:
+    first = runner.req_to_token_pool.req_to_token[runner.rows][:, ::PAGE].long()
+    return (first if mapping is None else mapping[first]) // PAGE
+
+
+def fill(runner: Runner, index: int, dtype: torch.dtype) -> None:
+    """Store every key but the step's own."""
+    for slots, new in zip(runner.slots, runner.batch.new, strict=True):
+        _, key, value = rows(len(slots) - new, 2, dtype)
+        place = slots[: len(slots) - new]
+        if isinstance(runner.token_to_kv_pool, SWAKVPool):
+            pool = runner.pools[index]
+            place = runner.token_to_kv_pool.translate_loc_from_full_to_swa(place) if index else place
+            pool.set_kv_buffer(None, place, key, value, layer_id_override=0)
+        else:
+            runner.token_to_kv_pool.set_kv_buffer(None, place, key, value, layer_id_override=index)
+
+
+def close(out: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    tolerance = {"atol": 2e-3, "rtol": 2e-3} if dtype == torch.float16 else {"atol": 2e-5, "rtol": 2e-5}
+    torch.testing.assert_close(out.double().view_as(wanted), wanted, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_sglangs_triton_kernels_read_token_major(batch: Batch, case: str, dtype: torch.dtype) -> None:
+    """The stock backend's kernels on the very views that the pool gives them: 3-D, with wide strides."""
+    heads, softcap, window = CASES[case]["heads"], CASES[case].get("softcap", 0.0), CASES[case].get("window", 0)
+    runner = Runner("token_major", dtype, batch)
+    fill(runner, 1, dtype)
+    query, key, value = rows(sum(batch.new), heads, dtype)
+    pool = runner.token_to_kv_pool
+    pool.set_kv_buffer(None, runner.forward_batch(ForwardMode.EXTEND).out_cache_loc, key, value, layer_id_override=1)
+    views = pool.get_kv_buffer(1)
+    assert views[0].dim() == 3 and not views[0].is_contiguous()
+    sinks = torch.randn(heads) if CASES[case].get("sinks") else None
+    out = torch.full((len(query), heads, DIM), torch.nan, dtype=dtype)
+    if batch is DECODE:
+        read = [s[-window:] if window else s for s in runner.slots]  # the backend lists a window's keys
+    else:
+        read = [s[: len(s) - n] for s, n in zip(runner.slots, batch.new, strict=True)]
+    pointers = torch.tensor([0, *map(len, read)]).cumsum(0).int()
+    if batch is DECODE:
+        splits = 2
+        logits = torch.zeros(len(query), heads, splits, DIM)
+        decode_attention_fwd(
+            query, *views, out, pointers, torch.cat(read), logits, torch.zeros(len(query), heads, splits),
+            torch.full((len(query),), splits, dtype=torch.int32), splits, DIM**-0.5, 1.0, 1.0,
+            logit_cap=softcap, sinks=sinks, page_size=PAGE,
+        )  # fmt: skip
+    else:
+        starts = torch.tensor([0, *batch.new]).cumsum(0)
+        extend_attention_fwd(
+            query, key, value, out, *views, starts, pointers, torch.cat(read), None, True, None, max(batch.new),
+            1.0, 1.0, DIM**-0.5, logit_cap=softcap, sinks=sinks, sliding_window_size=window - 1 if window else -1,
+            page_size=PAGE,
+        )  # fmt: skip
+    options = {"softcap": softcap, "window": window, "sinks": sinks}
+    close(out, expected(pool, 1, page_table(runner), batch, query, **options), dtype)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_the_backend_stores_and_attends(batch: Batch, case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", "1")
+    dtype = torch.float32 if case != "mha" else torch.float16
+    heads, softcap, window = CASES[case]["heads"], CASES[case].get("softcap", 0.0), CASES[case].get("window", 0)
+    runner = Runner(layout, dtype, batch)
+    fill(runner, 1, dtype)
+    backend = PageMajorAttnBackend(runner)
+    forward = runner.forward_batch(ForwardMode.DECODE if batch is DECODE else ForwardMode.EXTEND)
+    backend.init_forward_metadata(forward)
+    query, key, value = rows(sum(batch.new), heads, dtype)
+    sinks = torch.randn(heads) if CASES[case].get("sinks") else None
+    given = {} if sinks is None else {"sinks": sinks}
+    out = backend.forward(
+        query.flatten(1), key, value, layer(1, heads, softcap=softcap, window=window), forward, **given
+    )
+    assert out.shape == (len(query), heads * DIM)
+    options = {"softcap": softcap, "window": window, "sinks": sinks}
+    close(out, expected(runner.pools[0], 1, page_table(runner), batch, query, **options), dtype)
+    again = backend.forward(query, None, None, layer(1, heads, softcap=softcap, window=window), forward, **given)
+    assert torch.equal(out, again), "a layer that shares another's keys stores none"
+
+
+@pytest.mark.parametrize("batch", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_layers_of_sliding_windows_read_their_own_pool(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", "1")
+    runner = Runner("token_major", torch.float32, batch, windowed=True)
+    backend = PageMajorAttnBackend(runner)
+    forward = runner.forward_batch(ForwardMode.DECODE if batch is DECODE else ForwardMode.EXTEND)
+    mapping = runner.token_to_kv_pool.full_to_swa_index_mapping
+    backend.init_forward_metadata(forward)
+    for index, window, its in ((0, 0, None), (1, 6, mapping)):
+        fill(runner, index, torch.float32)
+        query, key, value = rows(sum(batch.new), 4, torch.float32)
+        out = backend.forward(query, key, value, layer(index, 4, window=window), forward)
+        close(
+            out, expected(runner.pools[index], 0, page_table(runner, its), batch, query, window=window), torch.float32
+        )
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_graphs_tensors_are_filled_in_place_before_each_replay(
+    windowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured for one batch serves the next one: the same tensors, other pages."""
+    monkeypatch.setenv("PM_OPS", "1")
+    runner = Runner("page_major", torch.float32, DECODE, windowed=windowed)
+    backend = PageMajorAttnBackend(runner)
+    backend.init_cuda_graph_state(max_bs=8, max_num_tokens=8)
+    empty = runner.forward_batch(ForwardMode.DECODE, out_cache_loc=torch.zeros(3, dtype=torch.int64))
+    empty.seq_lens = torch.full((3,), backend.get_cuda_graph_seq_len_fill_value())
+    empty.req_pool_indices = torch.zeros(3, dtype=torch.int64)
+    backend.init_forward_metadata_out_graph(empty, in_capture=True)
+    captured = backend.forward_metadata
+    forward = runner.forward_batch(ForwardMode.DECODE)
+    backend.init_forward_metadata_out_graph(forward)
+    backend.forward_metadata = captured  # a graph knows these tensors, whatever the backend holds
+    index = int(windowed)
+    fill(runner, index, torch.float32)
+    query, key, value = rows(3, 4, torch.float32)
+    out = backend.forward(query, key, value, layer(index, 4), forward)
+    its = runner.token_to_kv_pool.full_to_swa_index_mapping if windowed else None
+    close(out, expected(runner.pools[-1], 0, page_table(runner, its), DECODE, query), torch.float32)
+    with pytest.raises(ValueError, match="CUDA graphs of TARGET_VERIFY batches are not supported"):
+        backend.init_forward_metadata_out_graph(runner.forward_batch(ForwardMode.TARGET_VERIFY))
+
+
+def test_what_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", "1")
+    runner = Runner("token_major", torch.float32, DECODE)
+    backend, forward = PageMajorAttnBackend(runner), runner.forward_batch(ForwardMode.DECODE)
+    backend.init_forward_metadata(forward)
+    q, k, v = rows(3, 4, torch.float32)
+    odd = layer(1, 4)
+    odd.xai_temperature_len = 5
+    for bad, says in (
+        (layer(1, 4, attn_type=AttentionType.ENCODER_ONLY), "not causal self-attention"),
+        (layer(1, 4, is_cross_attention=True), "not causal self-attention"),
+        (layer(1, 4, use_irope=True), r"in chunks \(iRoPE\)"),
+        (odd, "temperatures by position"),
+        (layer(1, 4, softcap=2.0, logit_capping_method="sigmoid"), "capped by sigmoid"),
+    ):
+        with pytest.raises(ValueError, match=says + ".*choose --attention-backend triton"):
+            backend.forward(q, k, v, bad, forward)
+    with pytest.raises(ValueError, match="attention with score_mod is not supported"):
+        backend.forward(q, k, v, layer(1, 4), forward, score_mod=len)
+    runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    with pytest.raises(ValueError, match="does not verify drafts; choose --attention-backend triton with layout"):
+        PageMajorAttnBackend(runner)
+    runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+    inner = runner.token_to_kv_pool
+    runner.token_to_kv_pool = type("HybridLinearKVPool", (), {"full_kv_pool": inner})()
+    with pytest.raises(ValueError, match="does not read a HybridLinearKVPool .*choose --attention-backend triton"):
+        PageMajorAttnBackend(runner)
+    runner.token_to_kv_pool = MHATokenToKVPool(**kwargs(torch.float32))
+    with pytest.raises(ValueError, match="reads a KV cache of pm_ops, which was not asked for: set PM_OPS=1"):
+        PageMajorAttnBackend(runner)

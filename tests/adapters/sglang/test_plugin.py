@@ -1,0 +1,212 @@
+"""The plugin through SGLang's own machinery: entry point, hooks, the configurator that builds the KV cache's pool.
+
+Everything that a release does between its options and its pool is its own code; a model and a GPU alone are stand-ins.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang_engine
+
+pytestmark = pytest.mark.engines
+RELEASE = sglang_engine.require()
+
+import torch
+import transformers
+from sglang.srt import plugins, runtime_context
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.models.utils import enable_fused_set_kv_buffer
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
+
+from pm_ops.adapters.sglang import hooks, plugin
+
+SIZE = 64
+
+
+class Configurator(kv_cache_configurator.KVCacheConfigurator):
+    """SGLang's own, for a dense model of two layers, less what measures a GPU."""
+
+    def __init__(self, **given: Any) -> None:
+        text = SimpleNamespace(swa_num_key_value_heads=2, architectures=["LlamaForCausalLM"])
+        model = SimpleNamespace(
+            head_dim=16, v_head_dim=16, kv_lora_rank=16, qk_rope_head_dim=8, hf_config=text, hf_text_config=text,
+            get_num_kv_heads=lambda *_: 2, context_len=128, swa_attention_layer_ids=[0], full_attention_layer_ids=[1],
+        )  # fmt: skip
+        layers = SimpleNamespace(
+            num_effective_layers=2, start_layer=0, end_layer=1, swa_attention_layer_ids=[0],
+            full_attention_layer_ids=[1],
+        )  # fmt: skip
+        args = runtime_context.get_context().server_args
+        fields = dict(
+            device="cpu", gpu_id=0, model_config=model, server_args=args, kv_cache_dtype=torch.bfloat16,
+            model_dtype=torch.bfloat16, page_size=4, is_draft_worker=False, post_capture_kv_active=False,
+            is_hybrid_swa=False, is_hybrid_swa_compress=False, use_mla_backend=False, layer_info=layers,
+            req_to_token_pool=None, token_to_kv_pool_allocator=None, mambaish_config=None, kv_shard_rank=None,
+            draft_swa_full_capacity=False, kv_cache_dtype_str="auto", memory_pool_config=None,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True), is_inkling_mtp_draft=False,
+        )  # fmt: skip
+        for name, value in {**fields, **given}.items():
+            setattr(self, name, value)
+
+    def _resolve_memory_pool_config(self, *_: Any) -> None:
+        return None
+
+    def _derive_pool_sizes(self, config: Any) -> Any:
+        most = {f"{kind}max_total_num_tokens": SIZE for kind in ("", "full_", "swa_")}
+        return SimpleNamespace(**most, max_running_requests=4)
+
+    def _init_pools(self, *, sizes: Any, **_: Any) -> Any:
+        requests = SimpleNamespace(req_to_token=torch.zeros(4, 8))
+        build = {"sizes": sizes, "is_dsa_model": False, "is_dsv4_model": False, "req_to_token_pool": requests}
+        pool = self._build_token_to_kv_pool(**build)
+        none = dict.fromkeys(("req_to_token_pool", "token_to_kv_pool_allocator", "unified_memory_pool"))
+        return SimpleNamespace(token_to_kv_pool=pool, **none)
+
+
+@pytest.fixture(scope="module")
+def publish(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Loads the plugins, with PM_OPS=1, then makes options those of this process, as SGLang's processes do."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PM_OPS", "1")
+        patch.setattr(plugins, "_plugins_loaded", False)
+        plugins.load_plugins()
+
+    def publish(page_size: int = 4, backend: str = "triton", **flags: Any) -> None:
+        args = ServerArgs(
+            model_path=str(folder),
+            device="cpu",
+            skip_tokenizer_init=True,
+            page_size=page_size,
+            attention_backend=backend,
+        )
+        runtime_context.get_context().set_server_args(args)
+        for name, value in flags.items():  # SGLang refuses some of them itself on a CPU
+            bag = runtime_context.get_disagg() if name == "disaggregation_mode" else runtime_context.get_memory()
+            bag._set(name, value)
+
+    return publish
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", "1")
+    alone = SimpleNamespace(attn_tp_size=1, attn_dcp_size=1)  # instead of process groups of one
+    monkeypatch.setattr(kv_cache_configurator, "get_parallel", lambda: alone)
+
+
+def build(**given: Any) -> Any:
+    """The pool of SGLang's KVCacheConfigurator.configure."""
+    return Configurator(**given).configure(pre_model_load_memory=0).token_to_kv_pool
+
+
+def test_nothing_is_installed_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0", "false"):
+        monkeypatch.setenv("PM_OPS", value)
+        before = {target: list(found) for target, found in HookRegistry._hooks.items()}
+        plugin.register()
+        assert dict(HookRegistry._hooks) == before
+
+
+def test_the_entry_point_is_the_plugin_and_its_hooks_are_in_place(publish: Any) -> None:
+    found = plugins.load_plugins_by_group(plugins.GENERAL_PLUGINS_GROUP)
+    assert found["pm_ops"][0] is plugin.register
+    assert hooks.missing() == []
+    expected = [hooks.RESOLVE] if RELEASE == "0.5.23" else list(hooks.BUILD)
+    assert hooks.pool_hooks() == expected
+    targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED}
+    assert targets <= HookRegistry._patched
+    assert "pm_ops" in ATTENTION_BACKENDS and "pm_ops" in ATTENTION_BACKEND_CHOICES
+    assert enable_fused_set_kv_buffer(None) is False
+
+
+@pytest.mark.parametrize("layout", ["token_major", "page_major"])
+def test_a_dense_model_gets_our_pool(layout: str, publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", f'{{"layout": "{layout}"}}')
+    publish(backend="pm_ops")
+    pool = build()
+    assert type(pool).__name__ == "PageMajorKVPool" and pool.page_pool.layout.name == layout
+    assert (pool.page_pool.num_pages, pool.page_pool.page_size) == (SIZE // 4 + 1, 4)
+
+
+def test_an_fp8_cache_is_one_of_ours(publish: Any) -> None:
+    publish()
+    pool = build(kv_cache_dtype=torch.float8_e4m3fn, kv_cache_dtype_str="fp8_e4m3")
+    assert pool.page_pool.plane(0, "key").dtype == torch.float8_e4m3fn and pool.k_buffer[0].dtype == torch.uint8
+
+
+def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_any(
+    publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish()
+    pool = build(is_hybrid_swa=True)
+    assert {type(part).__name__ for part in (pool.full_kv_pool, pool.swa_kv_pool)} == {"PageMajorKVPool"}
+    monkeypatch.setenv("PM_OPS", '{"layout": "page_major"}')
+    publish(page_size=1)
+    assert build(page_size=1).k_buffer[0].dim() == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "says"),
+    [
+        ({"device": "npu:0"}, {}, "SGLang runs on npu; cuda and cpu are supported"),
+        ({"post_capture_kv_active": True}, {}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING .* unset it"),
+        ({"use_mla_backend": True}, {}, r"latent attention \(MLA\) is not supported"),
+        ({}, {"backend": "flex_attention"}, "flex_attention cannot read pages of layout token_major; choose"),
+        ({}, {"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported: pm_ops brings"),
+        ({}, {"enable_unified_memory": True}, "--enable-unified-memory is not supported"),
+        ({}, {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),
+        ({}, {"disaggregation_mode": "prefill"}, "leave --disaggregation-mode out"),
+    ],
+)
+def test_what_it_cannot_do_stops_the_engine_before_memory_is_taken(
+    given: dict[str, Any], flags: dict[str, Any], says: str, publish: Any
+) -> None:
+    publish(**flags)
+    with pytest.raises(ValueError, match=says):
+        build(**given)
+
+
+def test_page_major_needs_our_attention(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", '{"layout": "page_major"}')
+    publish(backend="triton")
+    with pytest.raises(ValueError, match="choose --attention-backend pm_ops, or layout token_major"):
+        build()
+
+
+@pytest.mark.parametrize("value", ["yes", '{"layout": "BLNHC"}', '{"colour": 1}'])
+def test_settings_that_are_not_understood_end_the_process(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs an Exception of a plugin and runs on; this is none."""
+    monkeypatch.setenv("PM_OPS", value)
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    with pytest.raises(SystemExit, match="not understood|layout is 'BLNHC'; supported: token_major, page_major"):
+        plugins.load_plugins()
+
+
+def test_a_release_without_the_hooks_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hooks.NEEDED, "KvBufferDesc", "sglang.srt.mem_cache.memory_pool:Gone")
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    with pytest.raises(SystemExit, match="no KvBufferDesc .*memory_pool.Gone.*install one of them"):
+        plugins.load_plugins()
+
+
+def test_a_pool_that_is_not_ours_stops_the_engine(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as where a hook did not take effect: SGLang logs that, and goes on."""
+    publish()
+    monkeypatch.setattr(plugin, "_ours", lambda chosen: chosen)
+    with pytest.raises(RuntimeError, match="built a MHATokenToKVPool for this model's KV cache, which pm_ops does not"):
+        build()
+
+
+def test_a_variable_that_is_gone_when_the_pool_is_built_stops_the_engine(
+    publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish()
+    monkeypatch.delenv("PM_OPS")
+    with pytest.raises(RuntimeError, match="was set when the plugin was loaded, and is no more"):
+        build()
