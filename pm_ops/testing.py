@@ -90,13 +90,9 @@ def scaled_pools(device: str = "cpu") -> Iterator[PagePool]:
 
 def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
     """Valid inputs of an operator: none, one and many rows, int32 and int64, every dtype, non-contiguous inputs."""
-    if op == "merge_attention":
-        yield from _merge_samples(device)
-        return
-    if op in STATE_SAMPLES:
-        yield from STATE_SAMPLES[op](device)
-    if op == "mla_attention":
-        yield from _mla_samples(device)
+    whole = {"merge_attention": _merge_samples, "mla_attention": _mla_samples, **STATE_SAMPLES}
+    if op in whole:
+        yield from whole[op](device)
         return
     make = {
         "store_kv": _store_samples,
