@@ -16,9 +16,9 @@ from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import engine, save_tiny
 
-from pm_ops.adapters.vllm import hooks, plugin
+from pm_ops.adapters.vllm import connectors, hooks, plugin
 from pm_ops.adapters.vllm.config import Settings
-from pm_ops.adapters.vllm.plugin import OWN_CONNECTORS, register
+from pm_ops.adapters.vllm.plugin import register
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SEVERAL = [
@@ -29,7 +29,7 @@ SEVERAL = [
             "connectors": [{"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}]
         },
     )
-    for module, name in OWN_CONNECTORS.items()
+    for module, (name, _) in connectors.OWN.items()
 ]
 
 
@@ -117,7 +117,7 @@ print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum
         ),
         *(
             ({"layout": "BLNHC"}, {"kv_transfer_config": several}, f"{name} inside MultiConnector is not supported")
-            for several, name in zip(SEVERAL, OWN_CONNECTORS.values(), strict=True)
+            for several, (name, _) in zip(SEVERAL, connectors.OWN.values(), strict=True)
         ),
     ],
 )
