@@ -35,7 +35,8 @@ def register() -> None:
         _refuse(self, settings)
         _choose_attention(self)
         original(self)
-        connectors.refuse(self.kv_transfer_config, settings)  # vLLM chooses one itself where kv_offloading_size is given
+        # vLLM chooses a connector itself where kv_offloading_size is given.
+        connectors.refuse(self.kv_transfer_config, settings)
         _choose_worker(self, settings)
         rope.add_pass(self, settings)
 
