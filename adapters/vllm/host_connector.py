@@ -84,9 +84,9 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     cache. Requests of streaming sessions, whose tokens may change, are neither kept nor found. A block that cannot be
     restored is dropped, and vLLM's ``kv_load_failure_policy`` says whether its request fails or is computed.
 
-    After new weights were loaded, ``reset_prefix_cache(reset_connector=True)`` forgets both caches; but while blocks are
-    on their way to the host they are in use, until a later step tells that they have arrived. Then it returns False,
-    and the engine's own cache stays; with ``reset_running_requests=True``, as in ``LLM.sleep()``, it raises
+    After new weights were loaded, ``reset_prefix_cache(reset_connector=True)`` forgets both caches; but while blocks
+    are on their way to the host they are in use, until a later step tells that they have arrived. Then it returns
+    False, and the engine's own cache stays; with ``reset_running_requests=True``, as in ``LLM.sleep()``, it raises
     RuntimeError, and both stay. Step the engine until ``has_pending_push_work()`` is False, and reset it then.
     """
 

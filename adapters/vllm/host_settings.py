@@ -61,7 +61,7 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if len(specs) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
         raise ValueError(
             f"{NAME}: this vLLM cannot be told which of several cache groups ({names}) a block belongs to that could "
-            "not be restored; run this model without it, or with a vLLM whose connectors have get_transfer_results, 0.32"
+            "not be restored; run this model without it, or with vLLM 0.32, whose connectors have get_transfer_results"
         )
     sizes = {spec.block_size for spec in specs} | {vllm_config.cache_config.prefix_match_unit or specs[0].block_size}
     if len(sizes) > 1:

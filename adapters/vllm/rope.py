@@ -114,9 +114,9 @@ def add_pass(config: Any, settings: Settings) -> None:
     if not isinstance(before, FuseRope):  # a configuration that was copied has it
         if before is not None and getattr(before, "uuid", lambda: None)() is None:
             raise ValueError(
-                f"pm_ops: {HOOK} is {before!r}, which has no uuid() that tells it from other passes, so that code that was "
-                "compiled with another one would be used again; make it a torch._inductor.custom_graph_pass.CustomGraphPass "
-                "whose uuid() is not None"
+                f"pm_ops: {HOOK} is {before!r}, which has no uuid() that tells it from other passes, so that code "
+                "compiled with another one would be used again; make it a CustomGraphPass (of "
+                "torch._inductor.custom_graph_pass) whose uuid() is not None"
             )
         strict = settings.fuse_rope == "strict"
         compilation.inductor_compile_config[HOOK] = FuseRope(_geometry(config, settings), strict, before, LOG)
