@@ -262,8 +262,8 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(self.saves or self.loads)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks come free without preemption: those that are on their way to the host."""
-        return bool(self.saves)
+        """Whether blocks come free without preemption: those on their way to the host that no request owns any more."""
+        return any(block.ref_cnt == 1 for save in self.saves.values() for block in save.blocks)
 
     def reset_cache(self) -> bool:
         """Find nothing of what was kept so far, nor of what is on its way to the host."""

@@ -71,7 +71,10 @@ def test_what_one_worker_could_not_restore_is_not_restored(steps: list[Any]) -> 
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_blocks_are_let_go_when_the_last_worker_has_offloaded_them(failing: int | None) -> None:
     workers = Workers(ready=False)
-    workers.connector.saves[7] = Save(workers.pages, ["x", "y", "z"], workers=2)
+    blocks = [SimpleNamespace(ref_cnt=2) for _ in KEYS]
+    workers.connector.saves[7] = Save(workers.pages, blocks, workers=2)
+    assert not workers.connector.has_pending_block_frees(), "their request runs"
+    blocks[1].ref_cnt = 1
     assert workers.connector.has_pending_block_frees()
     for worker in range(2):
         assert workers.freed == [] and workers.found() == [False] * 3
@@ -79,6 +82,6 @@ def test_blocks_are_let_go_when_the_last_worker_has_offloaded_them(failing: int 
         moved.saved[7] = 1
         workers.step(*((set(), moved if i == worker else None) for i in range(2)))
     kept = failing is None
-    assert workers.freed == ["z", "y", "x"] and workers.found() == [kept] * 3
+    assert workers.freed == blocks[::-1] and workers.found() == [kept] * 3
     assert workers.connector.stats.data == {"offloaded": 3 if kept else 0}
     assert not workers.connector.has_pending_block_frees() and not workers.connector.has_pending_push_work()
