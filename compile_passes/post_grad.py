@@ -179,7 +179,7 @@ class RopeStorePass(CustomGraphPass):
         self._tell(unfused, rotated, len(plans))
 
     def _tell(self, unfused: dict[str, str], rotated: Node | None, fused: int) -> None:
-        said = [f"layer {layer}: {reason}" for layer, reason in unfused.items() if layer not in self.report.unfused]
+        said = [f"{layer}: {reason}" for layer, reason in unfused.items() if layer not in self.report.unfused]
         self.report.unfused |= unfused
         if rotated is not None and not self.report.split:
             self.report.split = f"a graph rotates keys and stores none, in {user_line(rotated)}\n{self.remedy}"

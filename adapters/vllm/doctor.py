@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any
 
-from . import hooks
+from . import connectors, hooks
 from .config import LAYOUTS
 from .packed import ORDERS
 
@@ -53,8 +53,8 @@ def examine() -> dict[str, Any]:
         f"attention: {', '.join(what for what, yes in able.items() if yes)}, softcap, ALiBi, prefix cache",
         f"refused: {', '.join(what for what, yes in able.items() if not yes)}, speculative decoding",
     ]
-    if packed:
-        notes.append("KV connectors: none but pm_ops' own")
+    others = "no others, and of models with one cache group" if packed else "others not on page_major"
+    notes.append(f"KV connectors: {', '.join(connectors.usable()) or 'none'}; {others}")
     if (generation, device) in hooks.NEVER_RUN:
         notes.append("never run: the adapter is written after vLLM's sources here")
     return {"found": found, "usable": True, "notes": notes}

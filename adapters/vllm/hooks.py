@@ -20,20 +20,32 @@ BASE = {
 }
 """What every vLLM needs: what it is, and ``module:attributes``."""
 
-CONNECTOR = {
-    "KV connector": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
-    "talk of workers and scheduler": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorHandshakeMetadata",
+_KV = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+STORE_CONNECTOR = {
+    "KV connector": f"{_KV}:KVConnectorBase_V1",
+    "talk of workers and scheduler": f"{_KV}:KVConnectorHandshakeMetadata",
     "cache hit sources": "vllm.v1.metrics.cache_hit_source:CacheHitSource.DISK",
     "full attention": "vllm.v1.kv_cache_interface:FullAttentionSpec",
 }
 """What :mod:`pm_ops.adapters.vllm.store_connector` needs."""
+
+HOST_CONNECTOR = {
+    "KV connector": f"{_KV}:KVConnectorBase_V1",
+    "connectors of several cache groups": f"{_KV}:SupportsHMA",
+    "news of workers": f"{_KV}:KVConnectorWorkerMetadata",
+    "news of steps without work": f"{_KV}:KVConnectorBase_V1.has_pending_push_work",
+    "owners of blocks": f"{_KV}:KVConnectorBase_V1.bind_gpu_block_pool",
+    "statistics of a connector": "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats",
+    "full attention": "vllm.v1.kv_cache_interface:FullAttentionSpec",
+    "sliding windows": "vllm.v1.kv_cache_interface:SlidingWindowSpec",
+}
+"""What :mod:`pm_ops.adapters.vllm.host_connector` needs. Several cache groups need ``get_transfer_results`` besides."""
 
 GENERATIONS = {
     LAYOUTS: {
         "KVCacheLayout": "vllm.v1.kv_cache_layout:KVCacheLayout",
         "layouts of a backend": "vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts",
         "layouts of a worker": "vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts",
-        **CONNECTOR,
     },
     PACKED: {
         "layers of a cache": "vllm.v1.kv_cache_interface:KVCacheTensor.__dataclass_fields__.shared_by",

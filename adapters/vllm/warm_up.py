@@ -1,7 +1,7 @@
 """Kernels compiled before the first request waits for them, as vLLM does it for its own.
 
 Which variant of a kernel a call takes follows from how many queries a sequence has, and whether there is work enough
-without splitting the keys. Decodes run theirs when vLLM captures graphs of them.
+without splitting the keys; and whether all have one query, for which vLLM's decodes have no ``query_start``.
 """
 
 from __future__ import annotations
@@ -57,18 +57,23 @@ def kind(impl: PageMajorImpl) -> tuple[Any, ...]:
 
 
 def steps(page_size: int, max_seq_len: int, device: torch.device) -> Iterator[PageMajorMetadata]:
-    """Of 1, 2, 4, ... queries: one sequence, whose keys are split, and as many as fit, whose keys are not."""
+    """Of 1, 2, 4, ... queries: one sequence, whose keys are split, and as many as fit, whose keys are not.
+
+    Of one query each, with ``query_start``, as in a padded batch, and without it, as in a batch of decodes.
+    """
     width = -(-max_seq_len // page_size)
     queries = 1
     while queries <= min(TOKENS, max_seq_len):
         for batch in {1, TOKENS // queries}:
-            yield PageMajorMetadata(
-                tokens=batch * queries,
-                query_start=torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
-                seq_lens=torch.full((batch,), queries, dtype=torch.int32, device=device),
-                page_table=torch.zeros(batch, width, dtype=torch.int32, device=device),
-                max_query_len=queries,
-                max_seq_len=max_seq_len,
-                causal=True,
-            )
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
+            for query_start in (starts, None) if queries == 1 else (starts,):
+                yield PageMajorMetadata(
+                    tokens=batch * queries,
+                    query_start=query_start,
+                    seq_lens=torch.full((batch,), queries, dtype=torch.int32, device=device),
+                    page_table=torch.zeros(batch, width, dtype=torch.int32, device=device),
+                    max_query_len=queries,
+                    max_seq_len=max_seq_len,
+                    causal=True,
+                )
         queries *= 2

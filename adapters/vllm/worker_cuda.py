@@ -20,8 +20,7 @@ class PageMajorGPUWorker(PageMajorWorker, Worker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        library = fa3.library()
-        if self.pm_ops_settings.impl == "fa3" and isinstance(library, str):
+        if self.pm_ops_settings.impl == "fa3" and isinstance(library := fa3.library(), str):
             raise RuntimeError(f"pm_ops: impl fa3 was asked for, but FlashAttention 3 is not there: {library}")
         if (hooks.generation(), "cuda") in hooks.NEVER_RUN:
             logger.warning("pm_ops is written for this generation of vLLM on CUDA, but has never run there")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import statistics
@@ -31,6 +30,8 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from _engines import Process, model_folder, real_weights
 
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -46,45 +47,6 @@ CONNECTORS = {
     "stock": {"kv_connector": "OffloadingConnector"},
 }
 SIZE = {"pm_ops": "max_bytes", "stock": "cpu_bytes_to_use"}
-
-
-def model_folder(shape: str) -> str:
-    """A folder with a configuration and nothing else."""
-    folder = Path(tempfile.mkdtemp(prefix=f"llama-{shape}-"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **SHAPES[shape],
-        "num_key_value_heads": min(SHAPES[shape]["num_attention_heads"], 8),
-        "head_dim": HEAD_DIM[shape],
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def real_weights() -> None:
-    """vLLM's dummy loader draws norms and weights alike from ±1e-3, and the last token alone decides then."""
-    import torch
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    stock = DummyModelLoader.load_weights
-
-    def load_weights(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        stock(self, model, *args, **kwargs)
-        for i, (name, weight) in enumerate(model.named_parameters()):
-            generator = torch.Generator(device=weight.device).manual_seed(1234 + i)
-            weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.02, generator=generator)
-
-    DummyModelLoader.load_weights = load_weights
 
 
 class Engine:
@@ -104,8 +66,15 @@ class Engine:
             **CONNECTORS[kind],
         )
         self.options, self.requests = options, 0
+        shape = SHAPES[options.shape]
+        folder = model_folder(
+            f"llama-{options.shape}",
+            **shape,
+            num_key_value_heads=min(shape["num_attention_heads"], 8),
+            head_dim=HEAD_DIM[options.shape],
+        )
         self.llm = LLM(
-            model_folder(options.shape),
+            folder,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
@@ -258,42 +227,14 @@ def wait(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def serve(kind: str, log: Path, options: argparse.Namespace, connection: Connection) -> None:
+def serve(kind: str, options: argparse.Namespace, connection: Connection) -> None:
     """The process of one engine: start, say so, and do what is asked for."""
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     begin = time.perf_counter()
     engine = Engine(kind, options)
     connection.send(time.perf_counter() - begin)
-    while (asked := connection.recv()) is not None:
-        name, *arguments = asked
+    while True:
+        name, *arguments = connection.recv()
         connection.send(getattr(engine, name)(*arguments))
-
-
-class Process:
-    """One engine's process, seen from here."""
-
-    def __init__(self, kind: str, options: argparse.Namespace) -> None:
-        self.kind, self.log = kind, options.out / f"{kind}.log"
-        self.connection, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=serve, args=(kind, self.log, options, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def answer(self) -> Any:
-        try:
-            return self.connection.recv()
-        except EOFError:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
-            raise RuntimeError(f"{self.kind} ended; {self.log} ends with\n{tail}") from None
-
-    def ask(self, *what: Any) -> Any:
-        self.connection.send(what)
-        return self.answer()
 
 
 def report(options: argparse.Namespace, hits: dict[str, list[Any]], moves: dict[str, float], slow: list[Any]) -> str:
@@ -335,23 +276,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm_offload")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    engines = [Process(kind, options) for kind in options.engines]
+    engines = [Process(serve, kind, options) for kind in options.engines]
+    try:
+        run(engines, options)
+    finally:
+        for engine in engines:
+            engine.process.kill()
+
+
+def run(engines: list[Process], options: argparse.Namespace) -> None:
+    """Everything, as a table."""
     for engine in engines:
-        print(f"{engine.kind}: started in {engine.answer():.1f} s", flush=True)
-    hits: dict[str, list[Any]] = {engine.kind: [] for engine in engines}
+        print(f"{engine.name}: started in {engine.answer():.1f} s", flush=True)
+    hits: dict[str, list[Any]] = {engine.name: [] for engine in engines}
     for engine in engines:
         engine.ask("hits", 0)  # compiles, and locks memory
     for repetition in range(options.repetitions):
         for engine in engines if repetition % 2 == 0 else engines[::-1]:
-            hits[engine.kind].append(engine.ask("hits", 1 + repetition))
-    ours = next((engine for engine in engines if engine.kind.startswith("pm_ops")), None)
+            hits[engine.name].append(engine.ask("hits", 1 + repetition))
+    ours = next((engine for engine in engines if engine.name.startswith("pm_ops")), None)
     moves = ours.ask("moves") if ours else {}
     slow = [ours.ask("slow_down", repetition) for repetition in range(options.repetitions)] if ours else []
     (options.out / "results.json").write_text(json.dumps({"hits": hits, "moves": moves, "slow": slow}, indent=1))
     print(report(options, hits, moves, slow))
-    for engine in engines:
-        engine.connection.send(None)
-        engine.process.join(30)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import statistics
@@ -27,6 +26,8 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from _engines import Process, model_folder, real_weights
 
 WORKLOADS = {
     "tokens": (64, 1024, 128),
@@ -42,52 +43,6 @@ GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]
 """Batches that CUDA graphs are captured for."""
 
 
-def model_folder(layers: int, hidden: int) -> str:
-    """A folder with a configuration and nothing else."""
-    folder = Path(tempfile.gettempdir()) / f"llama-{layers}-{hidden}"
-    folder.mkdir(exist_ok=True)
-    heads = hidden // 128
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 7 // 2,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(heads // 4, 1),
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    file = folder / f"config.{os.getpid()}"
-    file.write_text(json.dumps(config))
-    file.replace(folder / "config.json")  # the engines all do so
-    return str(folder)
-
-
-def real_weights() -> None:
-    """vLLM's dummy loader draws norms and weights alike from ±1e-3, and the last token alone decides then."""
-    import torch
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    stock = DummyModelLoader.load_weights
-
-    def load_weights(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        stock(self, model, *args, **kwargs)
-        for i, (name, weight) in enumerate(model.named_parameters()):
-            generator = torch.Generator(device=weight.device).manual_seed(1234 + i)
-            weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.02, generator=generator)
-
-    DummyModelLoader.load_weights = load_weights
-
-
 def start(engine: str, options: argparse.Namespace) -> Any:
     """The engine of this name, in this process."""
     name, *features = engine.split("+")
@@ -100,8 +55,18 @@ def start(engine: str, options: argparse.Namespace) -> Any:
     entry = dict(zip(("impl", "layout"), rest, strict=False)) if kind == "pm_ops" else None
     longest = max(prompt + more for _, prompt, more in (WORKLOADS[w] for w, _ in options.workloads))
     graphs = {"cudagraph_capture_sizes": GRAPHS} | ({"cudagraph_mode": "FULL"} if "full" in features else {})
+    heads = options.hidden // 128
+    folder = model_folder(
+        f"llama-{options.layers}-{options.hidden}",
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 7 // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        head_dim=128,
+    )
     return LLM(
-        model_folder(options.layers, options.hidden),
+        folder,
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -156,13 +121,8 @@ def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, A
     }
 
 
-def serve(engine: str, log: Path, options: argparse.Namespace, connection: Connection) -> None:
+def serve(engine: str, options: argparse.Namespace, connection: Connection) -> None:
     """The process of one engine: start, say so, and run what comes."""
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / "vllm_throughput_cache" / engine)
     begin = time.perf_counter()
     llm = start(engine, options)
@@ -176,27 +136,12 @@ def serve(engine: str, log: Path, options: argparse.Namespace, connection: Conne
         connection.send(generate(llm, prompts_of(count, length, prefix), new_tokens))
 
 
-class Engine:
+class Engine(Process):
     """One engine's process, seen from here."""
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
-        self.name, self.log = name, options.out / f"{name.replace(':', '-')}.log"
-        self.connection, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=serve, args=(name, self.log, options, theirs))
-        self.process.start()
-        theirs.close()
-
-    def answer(self) -> Any:
-        try:
-            return self.connection.recv()
-        except EOFError:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
-            raise RuntimeError(f"{self.name} ended; {self.log} ends with\n{tail}") from None
-
     def run(self, count: int, length: int, new_tokens: int, prefix: int = 0) -> Any:
-        self.connection.send((count, length, new_tokens, prefix))
-        return self.answer()
+        """What :func:`generate` has found."""
+        return self.ask(count, length, new_tokens, prefix)
 
 
 def compare_tokens(engines: list[Engine], shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -278,7 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
 
-    engines = [Engine(name, options) for name in options.engines]
+    engines = [Engine(serve, name, options) for name in options.engines]
     try:
         run(engines, options)
     finally:

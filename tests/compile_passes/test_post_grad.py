@@ -354,6 +354,7 @@ def test_where_fusion_would_be_wrong_the_graph_stays_and_a_warning_says_why(name
     report = compiled.rope.report
     assert not report.fused and list(report.unfused) == ["layer 0", "layer 1"]
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING and "rope_store_kv" in r.message]
+    assert "layer layer" not in record.message
     assert "layer 0: its " in record.message or "layer 0: no query" in record.message or "beside" in record.message
     assert "test_post_grad.py" in record.message  # the user's line
 

@@ -11,8 +11,11 @@ pytestmark = pytest.mark.engines
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm_layer import DIM, HEADS, layer
 
+import pm_ops
 from pm_ops.adapters.vllm.backend import PageMajorMetadata, PageMajorMetadataBuilder
+from pm_ops.kernels import fa3
 
 
 def step(queries: list[int], tokens: int | None = None, **more: Any) -> CommonAttentionMetadata:
@@ -64,3 +67,22 @@ def test_steps_that_the_operator_cannot_do_are_refused() -> None:
         built(step([1, 2], causal=torch.tensor([True, False])))
     with pytest.raises(NotImplementedError, match="R-SWA"):
         built(step([1, 2], rswa_prefix_lens=torch.tensor([1, 1])))
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, reason: str | None, impl: str) -> list[str]:
+    """The implementation that a prompt, its second half, a last short part, a decode and a draft are asked of."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.ops.pm_ops, "attention_out", lambda **call: calls.append(call["impl"]))
+    monkeypatch.setattr(fa3, "reason", lambda call: reason)
+    attention = layer(pm_ops.PagePool(pm_ops.vllm(1, 2, DIM, 4, torch.float32, "BLNHC"), 5), 0, impl=impl)
+    for queries, keys in ((40, 40), (40, 79), (40, 80), (1, 1), (16, 16)):
+        batch = step([queries]).replace(max_seq_len=keys)
+        rows = torch.zeros(queries, HEADS, DIM)
+        attention.impl.forward(attention, rows, rows, rows, attention.kv_cache, built(batch), rows.clone())
+    return calls
+
+
+def test_prompts_whose_keys_are_mostly_new_go_to_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert taken(monkeypatch, None, "auto") == ["fa3", "fa3", "auto", "auto", "auto"]
+    assert taken(monkeypatch, "it is not there", "auto") == ["auto"] * 5
+    assert taken(monkeypatch, None, "triton") == ["triton"] * 5

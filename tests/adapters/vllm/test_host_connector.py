@@ -15,6 +15,7 @@ import torch
 import transformers
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm_engine import (
@@ -268,7 +269,7 @@ def configured(groups: list[Any], role: str = "kv_both", unit: int | None = None
     )
 
 
-def test_models_and_engines_that_cannot_be_kept_are_refused() -> None:
+def test_models_and_engines_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=16, **sizes)
     window = SlidingWindowSpec(block_size=32, sliding_window=64, **sizes)
@@ -278,6 +279,13 @@ def test_models_and_engines_that_cannot_be_kept_are_refused() -> None:
         configured([full, state])
     with pytest.raises(ValueError, match=r"needs one block size, .* have \[16, 32\]"):
         configured([full, window])
+    several = [full, SlidingWindowSpec(block_size=16, sliding_window=64, **sizes)]
+    configured(several)
+    with monkeypatch.context() as older:
+        older.delattr(KVConnectorBase_V1, "get_transfer_results")
+        configured([full])
+        with pytest.raises(ValueError, match=r"several cache groups \(FullAttentionSpec, SlidingWindowSpec\) a block"):
+            configured(several)
     for parallel in (
         {"world_size": 2},
         {"world_size": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},

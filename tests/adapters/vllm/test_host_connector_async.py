@@ -104,6 +104,11 @@ class Held:
         return pool.num_gpu_blocks - pool.get_num_free_blocks() - 1
 
 
+def preemptions(held: Held) -> int:
+    (count,) = (m.value for m in held.llm.get_metrics() if m.name == "vllm:num_preemptions")
+    return count
+
+
 @pytest.fixture(scope="module")
 def llm(model: Path, stock: list[list[int]]) -> Iterator[Any]:  # a process has one such engine at a time
     """An engine of 31 blocks, so that what is freed is used again at once."""
@@ -176,7 +181,14 @@ def test_blocks_are_kept_until_they_were_offloaded_whatever_becomes_of_the_reque
     assert [outputs[i].num_cached_tokens for i in (3, 4, 5)] == [FULL[3], FULL[4], FULL[5]]
 
 
-def test_preempted_requests_leave_their_blocks_to_what_offloads_them(held: Held, stock: list[list[int]]) -> None:
+@pytest.mark.parametrize("asks", [True, False])
+def test_preempted_requests_leave_their_blocks_to_what_offloads_them(
+    held: Held, stock: list[list[int]], asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.26 does not ask whether blocks come free without preemption."""
+    if not asks:
+        monkeypatch.setattr(held.connector, "has_pending_block_frees", lambda: False)
+    before = preemptions(held)
     held.hold()
     for name, prompt in zip("abcdefg", PREFIXES, strict=True):
         held.add(name, prompt)
@@ -187,8 +199,7 @@ def test_preempted_requests_leave_their_blocks_to_what_offloads_them(held: Held,
         if held.scheduler.current_step % 7 == 0:
             held.arrive()
     assert held.finish(*"abcdefg") == stock
-    (preempted,) = (m.value for m in held.llm.get_metrics() if m.name == "vllm:num_preemptions")
-    assert preempted > 0
+    assert preemptions(held) > before
     held.let_go()
     held.settle()
     assert held.llm.reset_prefix_cache()
@@ -258,11 +269,15 @@ def test_what_was_reset_while_it_was_on_its_way_is_not_found(held: Held, stock: 
     held.hold()
     held.add("done", PREFIXES[4])
     assert held.finish("done") == [stock[4]]
-    held.connector.reset_cache()
+    assert held.connector.has_pending_push_work()
+    assert held.llm.reset_prefix_cache(reset_connector=True) is False, "the engine's own cache is in use"
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        held.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     held.let_go()
     held.settle()
     assert held.connector.saves == {} and len(held.connector.index) == 3, "the last request's"
-    assert held.llm.reset_prefix_cache()
+    assert not held.connector.has_pending_push_work()
+    assert held.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     (output,) = generate(held.llm, [PREFIXES[4]])
     assert tokens([output]) == [stock[4]] and output.num_cached_tokens == 0
 

@@ -202,6 +202,8 @@ def test_no_request_reads_a_cell_that_is_not_its_own(
         scheduler = scheduler_of(model, windows, ahead, blocks, pages=(pages, 300)[seed])
         fake = Fake(scheduler, windows, ahead, late, refused, seed)
         monkeypatch.setattr(transfer_queue, "copy_runs", fake.copy)
+        if seed == 0:  # as vLLM 0.26, which preempts without asking
+            monkeypatch.setattr(fake.connector, "has_pending_block_frees", lambda: False)
         shared = [[draw.randrange(500) for _ in range(length)] for length in (48, 90, 150)]
         asked: dict[str, tuple[list[int], int]] = {}
         for i in range(24):

@@ -132,19 +132,6 @@ def test_layouts_and_models_that_packed_blocks_cannot_hold_are_refused() -> None
             packed.refuse(model(**{kind: True}), Settings())
 
 
-def test_connectors_that_expect_a_tensor_a_layer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="NixlConnector expects a tensor a layer"):
-        packed.refuse_connector(SimpleNamespace(kv_connector="NixlConnector", kv_connector_module_path=None))
-    module = "pm_ops.adapters.vllm.store_connector"
-    ours = SimpleNamespace(kv_connector="PageStoreConnector", kv_connector_module_path=module)
-    monkeypatch.setattr(packed, "CONNECTOR", {"cache hit sources": "json:CacheHitSource.DISK"})
-    with pytest.raises(RuntimeError, match=r"needs a newer vLLM, this one has no cache hit sources \(json.CacheHit"):
-        packed.refuse_connector(ours)
-    monkeypatch.setattr(packed, "CONNECTOR", {"something": "json:dumps"})
-    packed.refuse_connector(ours)
-    packed.refuse_connector(None)
-
-
 def test_one_tensor_over_all_layers_is_not_offered() -> None:
     pytest.importorskip("vllm")
     with pytest.raises(NotImplementedError):

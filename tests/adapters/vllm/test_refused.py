@@ -16,9 +16,9 @@ from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_engine import engine, save_tiny
 
-from pm_ops.adapters.vllm import hooks, plugin
+from pm_ops.adapters.vllm import connectors, hooks, plugin
 from pm_ops.adapters.vllm.config import Settings
-from pm_ops.adapters.vllm.plugin import OWN_CONNECTORS, register
+from pm_ops.adapters.vllm.plugin import register
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SEVERAL = [
@@ -29,7 +29,7 @@ SEVERAL = [
             "connectors": [{"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}]
         },
     )
-    for module, name in OWN_CONNECTORS.items()
+    for module, (name, _) in connectors.OWN.items()
 ]
 
 
@@ -117,7 +117,7 @@ print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum
         ),
         *(
             ({"layout": "BLNHC"}, {"kv_transfer_config": several}, f"{name} inside MultiConnector is not supported")
-            for several, name in zip(SEVERAL, OWN_CONNECTORS.values(), strict=True)
+            for several, (name, _) in zip(SEVERAL, connectors.OWN.values(), strict=True)
         ),
     ],
 )
@@ -192,7 +192,6 @@ def test_a_worker_that_was_never_chosen_is_refused(model: Path, monkeypatch: pyt
             "get_supported_kv_cache_layouts",
             "no layouts of a worker .*WorkerBase",
         ),
-        ("vllm.v1.metrics.cache_hit_source", "CacheHitSource", "no cache hit sources .*CacheHitSource"),
         ("vllm.v1.worker.cpu_worker", "CPUWorker", "no CPUWorker .*CPUWorker"),
     ],
 )
@@ -203,6 +202,21 @@ def test_a_hook_that_is_missing_is_named(
     with pytest.raises(RuntimeError, match=f"this vLLM has {message}"):
         configure(model, True)
     assert configure(model).attention_config.backend is None
+
+
+def test_what_a_connector_needs_is_looked_for_where_it_was_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, host = (
+        KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
+        for module, (name, _) in connectors.OWN.items()
+    )
+    configure(model, True, kv_transfer_config=store)
+    monkeypatch.delattr("vllm.v1.metrics.cache_hit_source.CacheHitSource")
+    configure(model, True)
+    configure(model, True, kv_transfer_config=host)
+    with pytest.raises(RuntimeError, match="no cache hit sources .*CacheHitSource.DISK.* Here run: PageHostConnector"):
+        configure(model, True, kv_transfer_config=store)
 
 
 def test_another_device_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

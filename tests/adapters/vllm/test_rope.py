@@ -17,11 +17,14 @@ pytestmark = pytest.mark.engines
 
 import torch
 import transformers
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from vllm import EngineArgs
 from vllm_engine import assert_depends_on_context, engine, generate, random_prompts, save_tiny, tokens
 
+from pm_ops.adapters.vllm import hooks
+from pm_ops.adapters.vllm.config import Settings
 from pm_ops.adapters.vllm.plugin import register
-from pm_ops.adapters.vllm.rope import HOOK, FuseRope
+from pm_ops.adapters.vllm.rope import HOOK, FuseRope, add_pass
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
@@ -96,7 +99,33 @@ def test_the_key_of_compiled_code_is_of_the_geometry(qwen3: Path) -> None:
     assert again.uuid() == hooks[1].uuid()
 
 
-def test_what_keeps_it_from_doing_anything_is_said_when_the_engine_is_configured(qwen3: Path, caplog: Any) -> None:
+class Theirs(CustomGraphPass):
+    """A user's pass, of this name in the key of compiled code."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    def __call__(self, graph: Any) -> None: ...
+
+    def uuid(self) -> Any:
+        return self.name
+
+
+def test_another_pass_runs_first_and_has_to_tell_itself_from_others(qwen3: Path) -> None:
+    def behind(theirs: Any) -> Any:
+        return configure(qwen3, {"fuse_rope": True}, compilation_config={"inductor_compile_config": {HOOK: theirs}})
+
+    one, two = Theirs("one"), Theirs("two")
+    assert behind(one).compilation_config.inductor_compile_config[HOOK].before.name == "one"
+    assert behind(one).compute_hash() != behind(two).compute_hash()
+    for nameless in (Theirs(None), lambda graph: None):
+        with pytest.raises(ValueError, match=f"{HOOK} is .*, which has no uuid.*make it a .*CustomGraphPass"):
+            behind(nameless)
+
+
+def test_what_keeps_it_from_doing_anything_is_said_when_the_engine_is_configured(
+    qwen3: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logging.getLogger("vllm").addHandler(caplog.handler)
     try:
         configure(qwen3, {"fuse_rope": True}, enforce_eager=True)
@@ -108,5 +137,9 @@ def test_what_keeps_it_from_doing_anything_is_said_when_the_engine_is_configured
         caplog.clear()
         configure(qwen3, {"fuse_rope": True})
         assert "fuse_rope" not in caplog.text
+        config = configure(qwen3, {})
+        monkeypatch.setattr(hooks, "device", lambda: "cuda")
+        add_pass(config, Settings(fuse_rope=True))
+        assert "has never run in vLLM on CUDA" in caplog.text
     finally:
         logging.getLogger("vllm").removeHandler(caplog.handler)

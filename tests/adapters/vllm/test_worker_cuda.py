@@ -1,0 +1,59 @@
+"""What our worker does in front of vLLM's own on CUDA; that one is played, and so nothing needs a GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engines
+
+import torch
+
+from pm_ops.adapters.vllm import hooks, worker_cuda
+from pm_ops.adapters.vllm.config import Settings
+from pm_ops.adapters.vllm.worker_cuda import PageMajorGPUWorker, PageMajorWorker, Worker
+from pm_ops.kernels import fa3
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every look for FlashAttention 3, which is not there."""
+    found: list[str] = []
+    monkeypatch.setattr(fa3, "library", lambda: (found.append("looked"), "no such file")[1])
+    monkeypatch.setattr(PageMajorWorker, "__init__", lambda self, settings: setattr(self, "pm_ops_settings", settings))
+    return found
+
+
+def test_flash_attention_3_is_looked_for_where_it_was_asked_for(loads: list[str]) -> None:
+    for impl in ("auto", "triton"):
+        PageMajorGPUWorker(Settings(impl=impl))
+    assert loads == []
+    with pytest.raises(RuntimeError, match="impl fa3 was asked for, but FlashAttention 3 is not there: no such file"):
+        PageMajorGPUWorker(Settings(impl="fa3"))
+
+
+@pytest.mark.parametrize(("generation", "plan"), [(hooks.LAYOUTS, "the plan"), (hooks.PACKED, "the plan, packed")])
+def test_the_cache_is_packed_where_vllm_has_no_layouts(
+    generation: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[Any] = []
+    monkeypatch.setattr(hooks, "generation", lambda: generation)
+    monkeypatch.setattr(worker_cuda, "pack", lambda config: f"{config}, packed")
+    monkeypatch.setattr(PageMajorWorker, "initialize_from_config", lambda self, config: allocated.append(config))
+    object.__new__(PageMajorGPUWorker).initialize_from_config("the plan")
+    assert allocated == [plan]
+
+
+def test_our_kernels_are_compiled_before_vllm_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(worker_cuda, "warm_up", lambda *call: done.append((call, torch.is_inference_mode_enabled())))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda self: done.append("vLLM's") or 2.5)
+    worker: Any = object.__new__(PageMajorGPUWorker)
+    worker.vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": 1}),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=99),
+    )
+    assert worker.compile_or_warm_up_model() == 2.5
+    assert done == [(({"a": 1}, torch.bfloat16, 99), True), "waited", "vLLM's"]
