@@ -160,7 +160,9 @@ def _give(
     x = warpgroup_mma_wait(0, deps=(x,))
     mbarrier.arrive(empty.index(2 * STAGES + stage))
     x = visible_logits(x, n, 0, hi, 0, full_hi, position, 0.0, 0.0, 0, CAUSAL, False, False, BLOCK_N, S_LAYOUT)
-    m, top, shrink = advance(x, m, scale)
+    new_m, top = advance(x, m, scale)
+    shrink = gl.exp2(m * scale - top)
+    m = new_m
     m_row.store(m)
     shrink_row.store(shrink)
     gl.thread_barrier()
