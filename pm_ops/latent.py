@@ -90,6 +90,7 @@ def mla_attention(
     max_query_len: int = 0,
     max_seq_len: int = 0,
     return_lse: bool = False,
+    impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention over the layer's pages, absorbed form: decode, prefill and mixed batches in one call.
 
@@ -101,11 +102,15 @@ def mla_attention(
         value_dim: how many of a row's first elements are the value, too.
         scale: as in :func:`store_latent`.
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
+        impl: ``"auto"``, ``"triton"``, ``"hopper"`` or ``"reference"``, see :class:`pm_ops.ops.mla.MLAAttention`. On a
+            GPU auto is triton: the kernel for Hopper is to be asked for, since it has never run on one.
 
-    Returns ``out [Tq, Hq, value_dim]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf.
+    Returns ``out [Tq, Hq, value_dim]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf. The order of sums
+    depends on the batch, as in :func:`pm_ops.attention` without ``batch_invariant``.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; on CPU also lengths or page ids out of range.
+        ValueError: shapes, dtypes or devices do not fit, or the implementation cannot make the call; on CPU also
+            lengths or page ids out of range.
         RuntimeError: an input requires grad.
     """
     plane = _latent(pool, layer)
@@ -129,6 +134,7 @@ def mla_attention(
         max_query_len,
         return_lse,
         max_seq_len,
+        impl,
     )
     return (out, lse) if return_lse else out
 

@@ -50,15 +50,7 @@ class PmOps(Implementation):
 
     def latent(self, work: AttentionWork, memory: Memory) -> Bound:
         """``pm_ops.mla_attention``."""
-        s = work.shape
-        options: dict[str, Any] = dict(value_dim=s.value_dim, softmax_scale=s.head_dim**-0.5)
-        start = work.query_start if max(s.query_lens) > 1 else None
-        rows = (work.query, work.page_table, work.seq_lens)
-        if memory.pool is not None:
-            pool, layer = memory.pool, memory.layer
-            return Bound(lambda: pm_ops.mla_attention(pool, layer, *rows, query_start=start, **options))  # type: ignore[arg-type, return-value]
-        plane = dict(latent_plane=memory.key_plane, page_size=memory.page_size, dtype=memory.key.dtype)
-        return Bound(lambda: torch.ops.pm_ops.mla_attention(memory.buffer, *rows, start, **plane, **options)[0])
+        return Bound(_latent(work, memory))
 
     def store(self, work: StoreWork, memory: Memory) -> Bound:
         """``pm_ops.store_kv``."""
@@ -145,6 +137,24 @@ class PmOpsFA3(Implementation):
         return Bound(run)
 
 
+class PmOpsMLAHopper(Implementation):
+    """``mla_attention`` by the kernel for Hopper, which has to be asked for."""
+
+    name = "pm_ops_mla_hopper"
+    kinds = LATENT
+    scope = "it is a second kernel for latent attention"
+    ours = True
+
+    def latent(self, work: AttentionWork, memory: Memory) -> Bound:
+        """``pm_ops.mla_attention(..., impl="hopper")``."""
+        run = _latent(work, memory, impl="hopper")
+        try:
+            run()
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+        return Bound(run)
+
+
 def snake(name: str) -> str:
     """``"Conv1dUpdate"`` → ``"conv1d_update"``: an operator's name, from that of its arguments."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
@@ -184,6 +194,18 @@ def _attention(work: AttentionWork, memory: Memory, **options: Any) -> Callable[
     geometry = _geometry(memory)
     geometry |= dict(kv_heads=shape.kv_heads, value_dim=shape.value_dim, softmax_scale=shape.head_dim**-0.5)
     return lambda: torch.ops.pm_ops.attention(memory.buffer, *rows, query_start, **geometry, **options)[0]
+
+
+def _latent(work: AttentionWork, memory: Memory, **options: Any) -> Callable[[], Tensor]:
+    s = work.shape
+    options |= dict(value_dim=s.value_dim, softmax_scale=s.head_dim**-0.5)
+    start = work.query_start if max(s.query_lens) > 1 else None
+    rows = (work.query, work.page_table, work.seq_lens)
+    if memory.pool is not None:
+        pool, layer = memory.pool, memory.layer
+        return lambda: pm_ops.mla_attention(pool, layer, *rows, query_start=start, **options)  # type: ignore[return-value]
+    plane = dict(latent_plane=memory.key_plane, page_size=memory.page_size, dtype=memory.key.dtype)
+    return lambda: torch.ops.pm_ops.mla_attention(memory.buffer, *rows, start, **plane, **options)[0]
 
 
 def _transfer(work: TransferWork, layout: str, by_layer: bool) -> Bound:

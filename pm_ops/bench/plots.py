@@ -15,6 +15,7 @@ from .results import Row
 _COLOURS = {
     "pm_ops": "tab:blue",
     "pm_ops_fa3": "navy",
+    "pm_ops_mla_hopper": "navy",
     "pm_ops_by_layer": "tab:cyan",
     "fa3": "tab:orange",
     "flashinfer": "tab:green",

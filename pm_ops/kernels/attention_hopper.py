@@ -47,7 +47,7 @@ _LONG = 16384  # keys from which on programs differ too much in length for one l
 def _attention_hopper(
     key_plane,  # BOXES: descriptors [num_pages, heads, page_size, dim]; else pointers
     value_plane,
-    key_strides,  # None, or of page, token and head, in elements
+    key_strides,  # None, or of page, token and head, in units of 16 bytes
     value_strides,
     query,
     query_stride,
@@ -190,7 +190,8 @@ def attention(a: Attention) -> tuple[Tensor, Tensor]:
     if boxes:
         keys, values = descriptor(keys, rows), descriptor(values, rows)
     else:
-        rows, key_strides, value_strides = COPIED_ROWS, keys.stride()[:3], values.stride()[:3]
+        rows = COPIED_ROWS
+        key_strides, value_strides = (tuple(st // 8 for st in plane.stride()[:3]) for plane in (keys, values))
     page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
     max_keys = min(page_table.shape[1] * a.page_size, 2**31 - 1)
     longest = min(max_keys, a.max_seq_len or max_keys)

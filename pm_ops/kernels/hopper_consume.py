@@ -62,13 +62,43 @@ def visible_logits(
 
 @gluon.jit
 def advance(x, m, scale):
-    """The running maximum with a tile's logits, in units of log 2 for their exponentials, and what it shrinks sums by.
+    """The running maximum with a tile's logits, as it is and in units of log 2 for their exponentials.
 
     `scale` turns products into logits in units of log 2.
     """
     new_m = gl.maximum(m, gl.max(x, 1))
-    top = gl.where(new_m == float("-inf"), 0.0, new_m * scale)  # a row that has seen no key yet
-    return new_m, top, gl.exp2(m * scale - top)
+    return new_m, gl.where(new_m == float("-inf"), 0.0, new_m * scale)  # 0: a row that has seen no key yet
+
+
+@gluon.jit
+def _softmax(
+    x,
+    m,
+    l,
+    n,
+    lo,
+    hi,
+    full_lo,
+    full_hi,
+    position,
+    scale,
+    cap,
+    cap_scale,
+    window,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Take a tile's products into the running maximum and sum."""
+    x = visible_logits(
+        x, n, lo, hi, full_lo, full_hi, position, cap, cap_scale, window, CAUSAL, WINDOW, SOFTCAP, BLOCK_N, LAYOUT
+    )
+    new_m, top = advance(x, m, scale)
+    p = gl.exp2(x * scale - top[:, None])
+    shrink = gl.exp2(m * scale - top)  # after p: the compiled order that was timed
+    return p, new_m, l * shrink + gl.sum(p, 1), shrink
 
 
 @gluon.jit
@@ -163,13 +193,10 @@ def consume(
             x = warpgroup_mma(q_tile, k, zeros, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=(x,))
             mbarrier.arrive(key_empty.index(stage))
-            x = visible_logits(
-                x, n, lo, hi, full_lo, full_hi, position, cap, cap_scale, window,
+            p, m, l, shrink = _softmax(
+                x, m, l, n, lo, hi, full_lo, full_hi, position, scale, cap, cap_scale, window,
                 CAUSAL, WINDOW, SOFTCAP, BLOCK_N, S_LAYOUT,
             )  # fmt: skip
-            m, top, shrink = advance(x, m, scale)
-            p = gl.exp2(x * scale - top[:, None])
-            l = l * shrink + gl.sum(p, 1)
             p = gl.convert_layout(p.to(dtype), P_LAYOUT)
             for _ in range(1, count):
                 n += BLOCK_N
@@ -185,13 +212,10 @@ def consume(
                 acc = warpgroup_mma(p, value_tiles.index(earlier), acc, is_async=True)
                 x = warpgroup_mma_wait(1, deps=(x,))
                 mbarrier.arrive(key_empty.index(stage))
-                x = visible_logits(
-                    x, n, lo, hi, full_lo, full_hi, position, cap, cap_scale, window,
+                next_p, m, l, shrink = _softmax(
+                    x, m, l, n, lo, hi, full_lo, full_hi, position, scale, cap, cap_scale, window,
                     CAUSAL, WINDOW, SOFTCAP, BLOCK_N, S_LAYOUT,
                 )  # fmt: skip
-                m, top, shrink = advance(x, m, scale)
-                next_p = gl.exp2(x * scale - top[:, None])
-                l = l * shrink + gl.sum(next_p, 1)
                 acc, p = warpgroup_mma_wait(0, deps=(acc, p))  # p is in registers until then
                 mbarrier.arrive(value_empty.index(earlier))
                 acc = acc * gl.convert_layout(shrink, O_ROWS)[:, None]

@@ -63,14 +63,17 @@ def fetch_rows(
     LAYOUT: gl.constexpr,
     FIRST: gl.constexpr = 0,
 ):
-    """Have a tile fetched row by row, from dim FIRST on, 16 bytes a thread; rows that are not seen become zeros."""
+    """Have a tile fetched row by row, from dim FIRST on, 16 bytes a thread; rows that are not seen become zeros.
+
+    `strides` are in units of 16 bytes: as elements they would not tell the compiler that rows begin at a multiple of 8.
+    """
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     for i in gl.static_range(BLOCK_N // ROWS):
         token = (n + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))) % PAGE_SIZE
-        row = pages[i].to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + kv_head.to(gl.int64) * strides[2]
+        unit = pages[i].to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + kv_head.to(gl.int64) * strides[2]
         for c in gl.static_range(DIM // COLUMNS):
             box = boxes.index((stage * (DIM // COLUMNS) + c) * (BLOCK_N // ROWS) + i)
-            address = plane + row[:, None] + (FIRST + c * COLUMNS + d)[None, :]
+            address = plane + (unit * 8)[:, None] + (FIRST + c * COLUMNS + d)[None, :]
             async_copy.async_copy_global_to_shared(box, address, mask=seen[i][:, None])
 
 

@@ -1,4 +1,4 @@
-"""mla_attention: by the Hopper kernel where that can, else by attention's own, which loads a latent row once, too."""
+"""mla_attention: by attention's kernel, which loads a latent row once, too, or by the Hopper kernel if asked for."""
 
 from __future__ import annotations
 
@@ -14,5 +14,12 @@ if TYPE_CHECKING:
 
 
 def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
-    """`pm_ops::mla_attention`."""
-    return mla_hopper.mla_attention(a) if mla_hopper.takes(a) else attend_pages(a.attention(), latent=True)
+    """`pm_ops::mla_attention`. Raises ValueError where ``impl="hopper"`` cannot make the call."""
+    if a.impl != "hopper":
+        return attend_pages(a.attention(), latent=True)
+    reason = mla_hopper.reason(a)
+    if reason is not None:
+        raise ValueError(
+            f"impl='hopper' was asked for, but that kernel cannot make this call: {reason}; use impl='triton' or 'auto'"
+        )
+    return mla_hopper.mla_attention(a)

@@ -9,7 +9,7 @@ softmax runs beside the other's products, and a row is loaded once for key and v
 Parts are boxes as in `attention_hopper.py`, fetched in the same two ways, and the same holds of rows that no query
 sees. Tiles and the order of sums do not depend on the page size.
 
-Tests run this kernel's Python on the CPU (`tests/kernels/gluon_interpreter.py`). No device has timed it yet: its tiles
+Tests run this kernel's Python on the CPU (`tests/kernels/gluon_interpreter.py`). It has never run on a GPU: its tiles
 and the order of its steps follow from counting cycles.
 """
 
@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..layout import dtype_name
 from .attention_hopper import COPIED_ROWS, descriptor
 from .attention_plan import MAX_SPLITS, query_blocks_of
 from .common import LOG2E, on_device
@@ -47,7 +48,7 @@ _VALUES = (256, 512)
 )
 def _mla_hopper(
     latent_plane,  # BOXES: a descriptor [num_pages, 1, page_size, dim]; else a pointer
-    strides,  # None, or of page, token and head, in elements
+    strides,  # None, or of page, token and head, in units of 16 bytes
     query,
     query_stride,
     query_head_stride,
@@ -144,24 +145,31 @@ def _mla_hopper(
     # fmt: on
 
 
-def takes(a: MLAAttention) -> bool:
-    """Whether this kernel does a call: compute capability 9, rows of the query's 16-bit dtype, 512 + 64 or 256 + 64."""
-    return (
-        is_hopper(a.query.device)
-        and a.query.dtype in (torch.float16, torch.bfloat16)
-        and a.query.dtype == a.dtype
-        and a.value_dim in _VALUES
-        and a.query.shape[2] == a.value_dim + _REST
-        and a.scale_tensor is None
-        and a.softmax_scale * a.scale > 0
-        and a.query.stride(2) == 1
-        and a.buffer.data_ptr() % 16 == 0
-        and not any(n % 16 for n in a.latent_plane[:4])
+def reason(a: MLAAttention) -> str | None:
+    """Why this kernel cannot make a call; None if it can."""
+    dim = a.query.shape[2]
+    rules = (
+        (a.query.dtype in (torch.float16, torch.bfloat16), f"it takes no {dtype_name(a.query.dtype)} queries"),
+        (a.query.dtype == a.dtype, f"it takes rows of the query's dtype, {dtype_name(a.query.dtype)}"),
+        (
+            a.value_dim in _VALUES and dim == a.value_dim + _REST,
+            f"it takes rows of {' or '.join(f'{n} + {_REST}' for n in _VALUES)}, "
+            f"not of {a.value_dim} + {dim - a.value_dim}",
+        ),
+        (a.scale_tensor is None, "it takes no scale as a tensor"),
+        (a.softmax_scale * a.scale > 0, f"softmax_scale={a.softmax_scale} times scale={a.scale} is not positive"),
+        (a.query.stride(2) == 1, "it takes queries whose elements lie side by side"),
+        (
+            a.buffer.data_ptr() % 16 == 0 and not any(n % 16 for n in a.latent_plane[:4]),
+            "it takes a plane whose offset and strides are multiples of 16 bytes",
+        ),
+        (is_hopper(a.query.device), "it is for compute capability 9.x"),
     )
+    return next((text for holds, text in rules if not holds), None)
 
 
 def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
-    """`pm_ops::mla_attention`, of calls that :func:`takes` approves of: one launch, or two with splits."""
+    """`pm_ops::mla_attention`, of calls that :func:`reason` has none against: one launch, or two with splits."""
     tokens, q_heads, _ = a.query.shape
     batch = a.seq_lens.shape[0]
     out = a.query.new_empty((tokens, q_heads, a.value_dim))
@@ -185,7 +193,7 @@ def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
     with on_device(a.buffer):
         _mla_hopper[(query_blocks * head_blocks, splits)](
             descriptor(latent, rows) if boxes else latent,
-            None if boxes else latent.stride()[:3],
+            None if boxes else tuple(st // 8 for st in latent.stride()[:3]),
             a.query,
             *a.query.stride()[:2],
             partial,

@@ -129,7 +129,6 @@ def _give(
     full,
     empty,
     shared,
-    FIRST: gl.constexpr,
     PART: gl.constexpr,
     CAUSAL: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -141,8 +140,9 @@ def _give(
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
 ):
-    """Make the probabilities of tile `t`, after tile t - 1, unless this is the FIRST, and hand them on.
+    """Make the probabilities of tile `t`, after tile t - 1 if there is one, and hand them on.
 
+    One thread arrives for all, so a barrier comes first. The compiler has one of its own there, and makes one of both.
     The maximum goes ahead of them, so that the other's sums are shrunk while the exponentials are computed. Tile t - 1
     is given back before tile t is waited for: its place is the next to be filled.
     """
@@ -150,7 +150,7 @@ def _give(
     p_tile, m_row, shrink_row, ready, made = shared
     own = tiles[PART]
     stage = t % STAGES
-    if not FIRST:
+    if t > 0:
         acc, m, l = _take(
             acc, l, t - 1, n - BLOCK_N, hi, own, full, empty, shared,
             PART, BLOCK_N, HALF, P_LAYOUT, S_ROWS, O_ROWS, STAGES, BOXES,
@@ -160,7 +160,9 @@ def _give(
     x = warpgroup_mma_wait(0, deps=(x,))
     mbarrier.arrive(empty.index(2 * STAGES + stage))
     x = visible_logits(x, n, 0, hi, 0, full_hi, position, 0.0, 0.0, 0, CAUSAL, False, False, BLOCK_N, S_LAYOUT)
-    m, top, shrink = advance(x, m, scale)
+    new_m, top = advance(x, m, scale)
+    shrink = gl.exp2(m * scale - top)
+    m = new_m
     m_row.store(m)
     shrink_row.store(shrink)
     gl.thread_barrier()
@@ -245,15 +247,10 @@ def consume(
         m = gl.full([BLOCK_M], float("-inf"), gl.float32, S_ROWS)
         l = gl.full([BLOCK_M], 0.0, gl.float32, S_ROWS)
         acc = gl.full([BLOCK_M, HALF], 0.0, gl.float32, O_LAYOUT)
-        if PART == 0:
-            acc, m, l = _give(
-                acc, m, l, n * 0, n, hi, full_hi, position, scale, q_tiles, tiles, full, empty, shared,
-                True, PART, CAUSAL, BLOCK_M, BLOCK_N, HALF, P_LAYOUT, S_LAYOUT, O_ROWS, STAGES, BOXES,
-            )  # fmt: skip
-        for t in range(2 - PART, count, 2):
+        for t in range(PART, count, 2):
             acc, m, l = _give(
                 acc, m, l, t, n + t * BLOCK_N, hi, full_hi, position, scale, q_tiles, tiles, full, empty, shared,
-                False, PART, CAUSAL, BLOCK_M, BLOCK_N, HALF, P_LAYOUT, S_LAYOUT, O_ROWS, STAGES, BOXES,
+                PART, CAUSAL, BLOCK_M, BLOCK_N, HALF, P_LAYOUT, S_LAYOUT, O_ROWS, STAGES, BOXES,
             )  # fmt: skip
         if count % 2 == PART:  # the last tile is the other's
             acc, m, l = _take(

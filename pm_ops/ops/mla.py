@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._common import define, plane_view, require, require_no_grad, require_plane, require_scale
+from ._common import define, kernel, plane_view, require, require_no_grad, require_plane, require_scale
 from .attention import Attention, attention_reference, require_batch
+
+IMPLEMENTATIONS = ("auto", "triton", "hopper", "reference")
 
 
 @dataclass(slots=True)
@@ -30,10 +32,16 @@ class MLAAttention:
         softmax_scale: factor of query · row. DeepSeek's follows from the dims before absorption, 128 + 64 (and YaRN).
         scale: stored = x / scale; a float, or ``scale_tensor``, one float32 element on the device.
         return_lse: also return the log-sum-exp of every query row.
+        impl: ``"triton"``, attention's kernel, which loads a row once for key and value; ``"hopper"``, a kernel for
+            compute capability 9, rows of 512 + 64 or 256 + 64 and the query's 16-bit dtype, refused with the reason
+            where it cannot make the call (``pm_ops.kernels.mla_hopper``); ``"reference"`` (plain torch; synchronises
+            on CUDA); or ``"auto"``: reference on CPU, on CUDA triton. Auto does not take hopper, because that has
+            never run on a GPU: it compiles, and its Python is right in the tests' interpreter.
 
     Returns ``out [Tq, Hq, value_dim]`` of the query's dtype and ``lse [Tq, Hq]`` float32 (``[0]`` if not asked for),
     with all that ``attention`` promises: a row that sees no key gives 0 and -inf, bytes of slots that no query of the
-    sequence may see have no influence, and page ids never change the order of the reduction.
+    sequence may see have no influence, and page ids never change the order of the reduction. But there is no
+    ``batch_invariant``: into how many parts the keys are split, and so the order of sums, follows from the whole call.
     """
 
     buffer: Tensor
@@ -52,6 +60,7 @@ class MLAAttention:
     max_query_len: int = 0
     return_lse: bool = False
     max_seq_len: int = 0
+    impl: str = "auto"
 
     def attention(self) -> Attention:
         """The same as attention with one KV head, whose values are the first elements of its keys."""
@@ -98,9 +107,22 @@ class MLAAttention:
             self.max_query_len >= 0 and self.max_seq_len >= 0,
             lambda: f"max_query_len={self.max_query_len} and max_seq_len={self.max_seq_len} must not be negative",
         )
+        if self.impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl={self.impl!r} is unknown; supported: {', '.join(IMPLEMENTATIONS)}")
+        if self.impl in ("triton", "hopper") and device.type == "cpu":
+            raise ValueError(
+                f"impl={self.impl!r} needs CUDA tensors, these are on the CPU; use impl='reference' or 'auto'"
+            )
 
     def check_values(self) -> None:
         self.attention().check_values()
+
+
+_triton = kernel("mla.mla_attention")
+
+
+def _reference(a: MLAAttention) -> tuple[Tensor, Tensor]:
+    return attention_reference(a.attention())
 
 
 def _mla_attention_fake(a: MLAAttention) -> tuple[Tensor, Tensor]:
@@ -113,10 +135,10 @@ define(
     "mla_attention",
     "(Tensor buffer, Tensor query, Tensor page_table, Tensor seq_lens, Tensor? query_start, SymInt[] latent_plane, "
     "SymInt page_size, SymInt value_dim, ScalarType dtype, float softmax_scale, bool causal=True, float scale=1.0, "
-    "Tensor? scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, SymInt max_seq_len=0) "
-    "-> (Tensor, Tensor)",
+    "Tensor? scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, SymInt max_seq_len=0, "
+    'str impl="auto") -> (Tensor, Tensor)',
     MLAAttention,
     fake=_mla_attention_fake,
-    cpu=lambda a: attention_reference(a.attention()),
-    cuda="mla.mla_attention",
+    cpu=_reference,
+    cuda=lambda a: _reference(a) if a.impl == "reference" else _triton(a),
 )

@@ -142,13 +142,14 @@ def attention_case(
     scales: tuple[float, float] = (1.0, 1.0),
     own: bool = False,
     spread: float = 1.0,
+    gap: int = 0,
     **options: Any,
 ) -> Attention:
     """A call over a pool that holds NaN everywhere but in the slots of its sequences' keys.
 
     ``queries`` an int: so many of every sequence, without ``query_start``. ``dtypes`` of query, key and value;
     ``spare_rows`` padding rows behind the last query. ``spread`` scales the queries. ``own``: a scale for each token
-    and head, of rows whose sizes differ.
+    and head, of rows whose sizes differ. ``gap`` bytes lie between pages.
     """
     query_dtype, key_dtype, value_dtype = dtypes
     q_heads, kv_heads = heads
@@ -156,7 +157,7 @@ def attention_case(
     rows = {"key": (kv_heads, dims[0], key_dtype.itemsize), "value": (kv_heads, dims[1], value_dtype.itemsize)}
     if own:
         rows |= {"key_scale": (kv_heads, 1, 4), "value_scale": (kv_heads, 1, 4)}
-    pool = pages(order, page_size, max(num_pages, needed + 2), 2, rows, fill=NAN_BYTE)
+    pool = pages(order, page_size, max(num_pages, needed + 2), 2, rows, gap=gap, fill=NAN_BYTE)
     table = scattered_table(lens, page_size, pool.num_pages, tail=tail, width=width)
     for kind, dim, dtype, scale in (("key", dims[0], key_dtype, scales[0]), ("value", dims[1], value_dtype, scales[1])):
         for b, n in enumerate(lens):

@@ -172,7 +172,7 @@ def attentions_on_hopper() -> None:
     ragged: dict[str, Any] = dict(lens=[37, 77, 133, 0, 150], queries=[37, 1, 100, 0, 5], spare_rows=3, heads=(8, 2))
     for options in (
         dict(ragged, page_size=16),
-        dict(ragged, page_size=3),
+        dict(ragged, page_size=3, gap=16),
         dict(ragged, page_size=8, window=50, sinks=torch.randn(8), dims=(64, 128), tail=FAR, width=60),
         dict(ragged, page_size=1, window=50, softcap=3.0, dims=(64, 64), order="head_major", heads=(5, 1)),
         dict(ragged, page_size=544, causal=False, dims=(256, 256), dtypes=(F16,) * 3, index=torch.int64),
@@ -197,7 +197,7 @@ def latent_attentions() -> None:
         return
     for options in (
         dict(ragged, page_size=16, heads=16, tail=FAR, width=40),
-        dict(ragged, page_size=1, heads=5, index=torch.int64),
+        dict(ragged, page_size=1, heads=5, index=torch.int64, gap=16),
         dict(lens=[700, 64, 0], queries=1, page_size=64, heads=128, width=30),
         dict(ragged, page_size=8, heads=65, causal=False, dims=(256, 64), dtypes=(F16, F16)),
     ):

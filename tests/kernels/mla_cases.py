@@ -30,6 +30,7 @@ def mla_case(
     num_pages: int = 0,
     scale: float = 1.0,
     spread: float = 1.0,
+    gap: int = 0,
     **options: Any,
 ) -> MLAAttention:
     """``dims`` of the latent and of the rest of a row, ``dtypes`` of query and rows; else as ``attention_case``."""
@@ -37,7 +38,7 @@ def mla_case(
     dim = sum(dims)
     needed = sum(-(-n // page_size) for n in lens)
     rows = {"latent": (1, dim, dtype.itemsize)}
-    pool = pages(order, page_size, max(num_pages, needed + 2), 2, rows, fill=NAN_BYTE)
+    pool = pages(order, page_size, max(num_pages, needed + 2), 2, rows, gap=gap, fill=NAN_BYTE)
     plane = pool.planes[1, "latent"]
     table = scattered_table(lens, page_size, pool.num_pages, tail=tail, width=width)
     for b, n in enumerate(lens):

@@ -100,7 +100,9 @@ def launch_every_kernel() -> None:
     hopper = dict(page_size=16, dtypes=(bf16, bf16, bf16))
     attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **hopper))
     attention_hopper.attention(attention_case("cpu", [40], 40, dims=(64, 128), window=3, softcap=2.0, **hopper))
-    attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **(hopper | {"page_size": 1})))
+    for gap in (0, 16):  # 16 bytes are no multiple of 16 elements
+        by_row = hopper | {"page_size": 1, "gap": gap}
+        attention_hopper.attention(attention_case("cpu", [40, 0], [9, 1], dims=(128, 128), **by_row))
     attention_hopper.attention(
         attention_case("cpu", [40], 40, dims=(256, 256), causal=False, window=3, sinks=torch.zeros(4), **hopper)
     )
@@ -109,7 +111,9 @@ def launch_every_kernel() -> None:
     mla_attention(mla_case("cpu", [3], 1, **latent))
     mla_attention(mla_case("cpu", [3, 64], [3, 64], dims=(32, 16), dtypes=(f16, e4m3), scale=0.5))
     mla_hopper.mla_attention(mla_case("cpu", [40], 1, **latent, page_size=64))
-    mla_hopper.mla_attention(mla_case("cpu", [40, 300], [9, 1], **latent, page_size=1, causal=False, width=999))
+    for gap in (0, 16):
+        options = dict(page_size=1, causal=False, width=999, gap=gap)
+        mla_hopper.mla_attention(mla_case("cpu", [40, 300], [9, 1], **latent, **options))
 
     slots = torch.arange(4)
     for source, dtype in ((f32, f32), (bf16, e4m3), (f16, bf16), (torch.float64, f16), (bf16, e5m2)):

@@ -1,12 +1,13 @@
 """Latent attention against dense float64 attention, on pools that hold NaN outside the stored rows.
 
-On a GPU of compute capability 9 the Hopper kernel makes the calls that it can, in bf16 and fp16 with rows of 512 + 64
-and 256 + 64; attention's kernel makes the others. On the CPU the Hopper kernel runs in `gluon_interpreter.py`.
+By attention's kernel, and on a GPU of compute capability 9 also by the Hopper kernel, which is for bf16 and fp16 with
+rows of 512 + 64 and 256 + 64. On the CPU that runs in `gluon_interpreter.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from kernels.cases import moved_with_strides, on_each_device
 from kernels.gluon_interpreter import Kernel
 from kernels.mla_cases import check_mla, mla_case
+from torch import Tensor
 
 from pm_ops.kernels import mla_hopper
-from pm_ops.kernels.attention import attend_pages
 from pm_ops.kernels.attention_plan import plan_of, shape_of
+from pm_ops.kernels.device import is_hopper
 from pm_ops.kernels.mla import mla_attention
 from pm_ops.kernels.mla_hopper import splits_of
+from pm_ops.ops.mla import MLAAttention
 
 F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 MIXED: dict[str, Any] = dict(lens=[13, 21, 0, 30, 3, 9], queries=[1, 21, 0, 6, 5, 0])
@@ -77,6 +80,7 @@ ON_HOPPER: dict[str, dict[str, Any]] = {
     "fewer keys than queries": dict(lens=[3, 140], queries=[300, 2], heads=16),
     "page size 1": dict(RAGGED, page_size=1, heads=16),
     "page size 3": dict(RAGGED, page_size=3, heads=32),
+    "page size 1, pages at odd multiples of 16 bytes": dict(RAGGED, page_size=1, heads=16, gap=16),
     "page size 8": dict(RAGGED, page_size=8, heads=16),
     "page size 16": dict(RAGGED, page_size=16, heads=16),
     "page size 48": dict(RAGGED, page_size=48, heads=16),
@@ -89,23 +93,24 @@ ON_HOPPER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(params=["triton", "hopper"])
+def kernel(request: pytest.FixtureRequest) -> Callable[[MLAAttention], tuple[Tensor, Tensor]]:
+    if request.param == "hopper" and not is_hopper(torch.device("cuda")):
+        pytest.skip("needs compute capability 9")
+    return lambda case: mla_attention(dataclasses.replace(case, impl=request.param))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_HOPPER)
-@pytest.mark.parametrize("kernel", ["hopper", "triton"])
 def test_both_kernels_equal_dense_attention(name, kernel):
     case = mla_case("cuda", **{**HOPPER, **ON_HOPPER[name]})
-    if kernel == "triton":
-        check_mla(case, attend_pages(case.attention(), latent=True))
-    else:
-        if not mla_hopper.takes(case):
-            pytest.skip("needs compute capability 9")
-        check_mla(case, mla_hopper.mla_attention(case))
+    check_mla(case, kernel(case))
 
 
 FEWER: dict[str, Any] = dict(lens=[9, 70, 200, 0, 130], queries=[9, 1, 3, 0, 2])
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "one sequence in many splits": dict(lens=[1200], queries=1, heads=3),
-    "more splits than tiles": dict(lens=[70, 0, 300], queries=1, width=20, heads=2),
+    "more splits than tiles": dict(lens=[70], queries=1, width=20, heads=2),  # 4 splits of 2 tiles
     "every kind of sequence, 128 heads": dict(lens=[70, 0, 130], queries=[1, 0, 2]),
     "65 heads": dict(lens=[70, 9], queries=[1, 2]),
 }
@@ -123,8 +128,52 @@ def test_the_hopper_kernels_python_equals_dense_attention(monkeypatch, name, lat
     check_mla(case, mla_hopper.mla_attention(case))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_the_hopper_kernel_reads_no_page_behind_the_table(monkeypatch, page_size):
+    """A length beyond the table, which nothing checks on a GPU, is that of the table."""
+    monkeypatch.setattr(mla_hopper, "_mla_hopper", Kernel(mla_hopper._mla_hopper, False))
+    case = mla_case("cpu", [128], 1, **{**HOPPER, "heads": 2, "page_size": page_size})
+    behind = torch.full((1, 128), 2**30, dtype=torch.int32)  # columns that are the next row's
+    table = torch.cat((case.page_table, behind), 1)[:, : 128 // page_size]
+    beyond = dataclasses.replace(case, page_table=table, seq_lens=torch.tensor([200]))
+    check_mla(case, mla_hopper.mla_attention(beyond))
+
+
+REFUSED: dict[str, tuple[Callable[[MLAAttention], dict[str, Any]], str]] = {
+    "fp32": (lambda c: {"query": c.query.float()}, "it takes no float32 queries"),
+    "fp8 rows": (lambda c: {"dtype": E4M3}, "it takes rows of the query's dtype, bfloat16"),
+    "dims": (lambda c: {"value_dim": 500}, r"it takes rows of 256 \+ 64 or 512 \+ 64, not of 500 \+ 76"),
+    "a scale as a tensor": (lambda c: {"scale_tensor": torch.ones(1)}, "it takes no scale as a tensor"),
+    "softmax_scale": (lambda c: {"softmax_scale": -1.0}, "softmax_scale=-1.0 times scale=1.0 is not positive"),
+    "strides": (lambda c: {"query": c.query.mT.contiguous().mT}, "it takes queries whose elements lie side by side"),
+    "offset": (lambda c: {"latent_plane": [8, *c.latent_plane[1:]]}, "offset and strides are multiples of 16 bytes"),
+    "device": (lambda c: {}, "it is for compute capability 9.x"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_hopper_kernel_that_was_asked_for_is_refused_with_the_reason(name):
+    change, reason = REFUSED[name]
+    case = mla_case("cpu", [9], 1, **HOPPER)
+    with pytest.raises(
+        ValueError, match=f"impl='hopper' was asked for, but that kernel cannot make this call: .*{reason}"
+    ):
+        mla_attention(dataclasses.replace(case, **change(case), impl="hopper"))
+
+
+def test_which_kernel_makes_a_call(monkeypatch):
+    """Auto never takes the Hopper kernel; asking for it does."""
+    case = mla_case("cpu", [9], 1, **HOPPER)
+    monkeypatch.setattr(mla_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(mla_hopper, "mla_attention", lambda a: "hopper")
+    monkeypatch.setattr("pm_ops.kernels.mla.attend_pages", lambda a, latent: "triton")
+    taken = {impl: mla_attention(dataclasses.replace(case, impl=impl)) for impl in ("auto", "triton", "hopper")}
+    assert taken == {"auto": "triton", "triton": "triton", "hopper": "hopper"}
+
+
 @pytest.mark.gpu
-def test_neither_page_size_nor_page_ids_change_a_bit():
+def test_neither_page_size_nor_page_ids_change_a_bit(kernel):
     """Nor does a second run; each pool holds the same rows."""
     rows = torch.randn(3, 700, 1, 576)
     results = []
@@ -136,18 +185,18 @@ def test_neither_page_size_nor_page_ids_change_a_bit():
             j = torch.arange(n, device="cuda")
             view[case.page_table[b, j // page_size].long(), j % page_size] = rows[b, :n].to("cuda", BF16)
         case.query.copy_(torch.linspace(-1, 1, case.query.numel()).view_as(case.query))
-        results += [mla_attention(case)[0], mla_attention(case)[0]]
+        results += [kernel(case)[0], kernel(case)[0]]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.gpu
-def test_it_replays_in_a_cuda_graph_with_other_lengths_and_pages():
+def test_it_replays_in_a_cuda_graph_with_other_lengths_and_pages(kernel):
     case = mla_case("cuda", [300, 64, 9], 1, **HOPPER)
-    mla_attention(case)  # compiles
+    kernel(case)  # compiles
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        result = mla_attention(case)
+        result = kernel(case)
     for _ in range(2):
         case.query.normal_()
         case.seq_lens.sub_(3)
@@ -160,7 +209,7 @@ def test_it_replays_in_a_cuda_graph_with_other_lengths_and_pages():
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_pages_past_2_31_elements_are_read(page_size):
+def test_pages_past_2_31_elements_are_read(page_size, kernel):
     """61 layers' rows of 576: the last page begins behind byte 2^32."""
     small = mla_case("cuda", [9, 70], 1, **{**HOPPER, "page_size": page_size})
     stride = 61 * page_size * 1152
@@ -172,10 +221,9 @@ def test_pages_past_2_31_elements_are_read(page_size):
     near, far = small.latent_view(), case.latent_view()
     used = small.page_table[small.page_table >= 0].long()
     far[count - 1 - used] = near[used]
-    for kernel in (mla_attention, lambda a: attend_pages(a.attention(), latent=True)):
-        out, lse = kernel(case)
-        assert torch.equal(out, kernel(small)[0])
-        assert torch.equal(lse, kernel(small)[1])
+    out, lse = kernel(case)
+    assert torch.equal(out, kernel(small)[0])
+    assert torch.equal(lse, kernel(small)[1])
 
 
 def test_queries_of_any_strides():
