@@ -32,7 +32,7 @@ test:
 test-engines:
 	@PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' --ignore=$(VLLM_TESTS) --ignore=$(SGLANG_TESTS) $(ARGS)
 	@for release in $(SGLANG_RELEASES); do \
-	    SGLANG_RELEASE=$$release PM_OPS_PEERS=required $(PYTEST) -m engines $(SGLANG_TESTS) $(ARGS) || exit 1; done
+	    SGLANG_RELEASE=$$release PM_OPS_PEERS=required $(PYTEST) -m 'engines and not gpu' $(SGLANG_TESTS) $(ARGS) || exit 1; done
 	@OMP_NUM_THREADS=1 $(RUN) --vllm -m pytest -n $(WORKERS) --dist loadfile -m engines $(VLLM_TESTS) $(ARGS)
 
 gpu-test:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,11 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pm_ops" / "peers"
 
 
+def pip_args() -> list[str]:
+    """More options of pip, from the variable ``PIP_ARGS``, such as another index."""
+    return shlex.split(os.environ.get("PIP_ARGS", ""))
+
+
 def fetched(peer: Peer) -> Path:
     """The folder that the peer's files are in."""
     if all((peer.folder / file).exists() for file in peer.files):
@@ -132,7 +138,7 @@ def fetched(peer: Peer) -> Path:
 def _fetch(peer: Peer) -> None:
     with tempfile.TemporaryDirectory(prefix="pm_ops_peer_") as temporary:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--dest", temporary, f"{peer.distribution}=={peer.version}"]
+        command += ["--dest", temporary, f"{peer.distribution}=={peer.version}", *pip_args()]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:

@@ -59,7 +59,8 @@ def _needs() -> Path:
     if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
         return folder
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    command += ["--no-deps", "--upgrade", "--target", str(folder), "--requirement", str(REQUIREMENTS)]
+    command += ["--only-binary=:all:", "--no-deps", "--upgrade", "--target", str(folder)]
+    command += ["--requirement", str(REQUIREMENTS), *peers.pip_args()]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.SubprocessError) as error:

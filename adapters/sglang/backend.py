@@ -47,7 +47,10 @@ class PageMajorAttnBackend(AttentionBackend):
         settings = Settings.asked()
         self.pool = model_runner.token_to_kv_pool
         if settings is None or any(not hasattr(pool, MARK) for pool in pools_of(self.pool)):
-            raise ValueError(f"attention backend pm_ops reads a KV cache of pm_ops, which was not asked for: {HOW}")
+            raise ValueError(
+                f"pm_ops: its attention backend reads a KV cache of pm_ops, and this one is SGLang's own "
+                f"({type(self.pool).__qualname__}): {HOW}, or choose another --attention-backend"
+            )
         if not model_runner.spec_algorithm.is_none():
             raise ValueError(
                 "pm_ops: its attention backend does not verify drafts; choose --attention-backend triton with layout "
@@ -60,15 +63,14 @@ class PageMajorAttnBackend(AttentionBackend):
                 f"pm_ops: its attention backend does not read a {type(self.pool).__qualname__} (models with state "
                 "layers); choose --attention-backend triton with layout token_major"
             )
+        self.scaled = pools_of(self.pool)[0].dtype.itemsize == 1
         self.page_size = self.pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.forward_metadata: Step | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before an eager pass."""
-        lengths = forward_batch.seq_lens_cpu
-        longest = self.req_to_token.shape[1] if lengths is None else int(max(lengths.tolist(), default=0))
-        step = self._step(forward_batch, longest)
+        step = self._step(forward_batch)
         if not forward_batch.forward_mode.is_decode_or_idle():
             step.query_start = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
             step.max_query_len = max(forward_batch.extend_seq_lens_cpu or (0,))
@@ -88,13 +90,17 @@ class PageMajorAttnBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise ValueError(
                 f"pm_ops: CUDA graphs of {forward_batch.forward_mode.name} batches are not supported, those of decode "
-                "steps are; turn the others off"
+                "steps are; turn the others off, those of prefills by --cuda-graph-backend-prefill disabled"
             )
-        now, kept = self._step(forward_batch, self.req_to_token.shape[1]), self.graph
+        now, kept = self._step(forward_batch), self.graph
         self.forward_metadata = Step(_put(kept.page_table, now.page_table), _put(kept.seq_lens, now.seq_lens))
         if self.windowed:
             self.forward_metadata.page_table_window = _put(kept.page_table_window, now.page_table_window)
-            self.forward_metadata.slots_window = _put(kept.slots_window, now.slots_window)
+            # A padded replay has sequences without slots: their rows go to the sink, not where the last step wrote.
+            slots = _put(kept.slots_window, now.slots_window)
+            assert kept.slots_window is not None
+            kept.slots_window[len(slots) :].zero_()
+            self.forward_metadata.slots_window = kept.slots_window[: len(now.seq_lens)]
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of a graph's idle rows."""
@@ -119,7 +125,9 @@ class PageMajorAttnBackend(AttentionBackend):
         _refuse(layer, others)
         step = self.forward_metadata
         assert step is not None
-        scales = (1.0, 1.0) if layer.k_scale is None else (layer.k_scale_float, layer.v_scale_float)
+        scales = (1.0, 1.0)
+        if self.scaled and layer.k_scale is not None:  # a checkpoint's scales are for fp8 caches alone
+            scales = layer.k_scale_float, layer.v_scale_float
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, step.slots_window)
             self.pool.set_kv_buffer(layer, location, k, v, *scales)
@@ -149,8 +157,13 @@ class PageMajorAttnBackend(AttentionBackend):
         assert isinstance(out, Tensor)
         return out.flatten(1)
 
-    def _step(self, forward_batch: Any, longest: int) -> Step:
+    def _step(self, forward_batch: Any) -> Step:
         """Everything but the queries. A page's first slot names it: SGLang gives pages out whole, in both pools."""
+        lengths, longest = forward_batch.seq_lens_cpu, self.req_to_token.shape[1]
+        # SGLang may capture this very function, and what is read here on the host would stay as it was then.
+        captured = self.req_to_token.is_cuda and torch.cuda.is_current_stream_capturing()
+        if lengths is not None and not captured:
+            longest = int(max(lengths.tolist(), default=0))
         pages = -(-longest // self.page_size)
         first = self.req_to_token[:, :: self.page_size][:, :pages][forward_batch.req_pool_indices]
         step = Step(_pages(first, self.page_size), forward_batch.seq_lens, max_seq_len=longest)
@@ -166,9 +179,9 @@ def _pages(slots: Tensor, page_size: int) -> Tensor:
 
 
 def _put(kept: Tensor | None, now: Tensor | None) -> Tensor:
-    """The rows of ``now``, copied into the tensor that graphs read."""
+    """The rows of the tensor that graphs read, ``now`` copied into them; columns past it keep what they had."""
     assert kept is not None and now is not None
-    kept[: len(now)].copy_(now)
+    kept[tuple(map(slice, now.shape))].copy_(now)
     return kept[: len(now)]
 
 

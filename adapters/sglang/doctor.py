@@ -14,6 +14,8 @@ from . import hooks
 from .plugin import BACKEND, STRIDED
 
 GROUP = "sglang.srt.plugins"
+UNSERVED = "GptOss, Llama 4, Gemma 4 and Exaone 4"
+"""Models for which SGLang itself takes backends out of a list of its own, and refuses others."""
 
 
 def examine() -> dict[str, Any]:
@@ -36,9 +38,9 @@ def examine() -> dict[str, Any]:
         f"hooks: all {len(hooks.NEEDED)} present; the pool's class by {', '.join(hooks.pool_hooks())}",
         f"layouts: token_major, read by {', '.join(STRIDED)}; page_major, by {BACKEND}",
         "caches: the model's dtype, bfloat16, fp8_e4m3, fp8_e5m2",
-        "refused: latent attention (MLA), FP4 and MXFP8 caches, hierarchical cache, disaggregation",
-        f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; no speculative decoding; not run on a GPU"
-        " yet",
+        "refused: latent attention (MLA), FP4 and MXFP8 caches, hierarchical cache, LMCache, FlexKV, disaggregation",
+        f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; no speculative decoding; not for "
+        f"{UNSERVED}, which SGLang gives to backends of its own lists; not run on a GPU yet",
     ]
     return {"found": found, "usable": True, "notes": notes}
 

@@ -44,20 +44,29 @@ def pool_hooks() -> list[str]:
     return [name for name in BUILD if hasattr(configurator, name)]
 
 
+def targets() -> list[str]:
+    """Everything that the plugin wraps, as SGLang's HookRegistry names it."""
+    return [*(f"{CONFIGURATOR}.{name}" for name in (*pool_hooks(), "configure")), FUSED]
+
+
 def missing() -> list[str]:
     """The hooks that the installed SGLang does not have, in words. Imports SGLang."""
-    found = [f"{what} ({path.replace(':', '.')})" for what, path in NEEDED.items() if not _present(path)]
+    causes = {what: _absent(path) for what, path in NEEDED.items()}
+    found = [f"{what} ({NEEDED[what].replace(':', '.')}{why})" for what, why in causes.items() if why is not None]
     if not found and not pool_hooks():
         found.append(f"choice of the pool ({CONFIGURATOR}.{RESOLVE} or .{BUILD[0]})")
     return found
 
 
-def _present(path: str) -> bool:
+def _absent(path: str) -> str | None:
+    """None: it is there. Else why not, where its module could not even be imported."""
     module, _, attributes = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
-        for name in attributes.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return False
-    return True
+    except Exception as error:  # whatever a package raises that was built for another environment
+        return f": {type(error).__name__}: {error}"
+    for name in attributes.split("."):
+        if not hasattr(found, name):
+            return ""
+        found = getattr(found, name)
+    return None

@@ -22,14 +22,24 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Hook the making of the KV cache, and add the attention backend ``pm_ops``. Called by SGLang, once a process."""
+    # An Exception would be logged, and the engine would run on without us.
     try:
         if Settings.asked() is None:
             return
-        absent = hooks.missing()
     except ValueError as error:
         raise SystemExit(str(error)) from error
+    try:
+        _install()
+    except Exception as error:
+        raise SystemExit(
+            f"pm_ops: its plugin cannot be installed into this SGLang: {type(error).__name__}: {error}. The adapter is "
+            f"tested with {hooks.VERSIONS}: install one of them, or {ANY}"
+        ) from error
+
+
+def _install() -> None:
+    absent = hooks.missing()
     if absent:
-        # An Exception would be logged, and the engine would run on without us.
         raise SystemExit(
             f"pm_ops: this SGLang has no {'; no '.join(absent)}. The adapter is tested with {hooks.VERSIONS}: install "
             f"one of them, or {ANY}"
@@ -40,11 +50,21 @@ def register() -> None:
 
     register_attention_backend(BACKEND)(_make_backend)
     add_attention_backend_choices([BACKEND])
-    for name in hooks.pool_hooks():
-        hook = _resolve if name == hooks.RESOLVE else _build
-        HookRegistry.register(f"{hooks.CONFIGURATOR}.{name}", hook, HookType.AROUND)
-    HookRegistry.register(f"{hooks.CONFIGURATOR}.configure", _configure, HookType.AROUND)
-    HookRegistry.register(hooks.FUSED, _never_fused, HookType.AROUND)
+    its = {hooks.RESOLVE: _resolve, "configure": _configure, hooks.FUSED.rpartition(".")[2]: _never_fused}
+    for target in hooks.targets():
+        HookRegistry.register(target, its.get(target.rpartition(".")[2], _build), HookType.AROUND)
+
+
+def _check_hooks() -> None:
+    """SGLang logs a hook that it could not put in place, and goes on. Every hook looks for the others."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    failed = [target for target in hooks.targets() if target not in HookRegistry._patched]
+    if failed:
+        raise RuntimeError(
+            f"pm_ops: SGLang could not hook {', '.join(failed)}; its log says why (another plugin may replace the same "
+            f"function). Leave that out, or {ANY}"
+        )
 
 
 def _make_backend(runner: Any) -> Any:
@@ -74,6 +94,7 @@ def _ours(chosen: type) -> type:
 
     from .pool import pool_class
 
+    _check_hooks()
     if chosen is not MHATokenToKVPool:
         raise ValueError(f"pm_ops: this platform brings a KV pool of its own, {chosen.__qualname__}; {ANY}")
     return pool_class(chosen, _settings().layout)
@@ -84,6 +105,7 @@ def _configure(original: Any, configurator: Any, **options: Any) -> Any:
     from .pool import MARK, pools_of
 
     settings = _settings()
+    _check_hooks()
     refuse(configurator)
     result = original(configurator, **options)
     for pool in pools_of(result.token_to_kv_pool):
@@ -107,10 +129,20 @@ def _settings() -> Settings:
 
 def refuse(configurator: Any) -> None:
     """Raise ValueError for what the adapter cannot do, before memory is taken."""
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
+    import torch
+    from sglang.srt.runtime_context import (
+        get_disagg,
+        get_exec,
+        get_memory,
+        get_observability,
+        get_server_args,
+        get_spec,
+    )
 
     memory, kernel, settings = get_memory(), get_exec().kernel, _settings()
     device = str(configurator.device).partition(":")[0]
+    if device == "cuda" and torch.version.hip:
+        device = "cuda, by ROCm"
     if device not in ("cuda", "cpu"):
         raise ValueError(f"pm_ops: SGLang runs on {device}; cuda and cpu are supported: {ANY}")
     for flag, why in (
@@ -118,6 +150,8 @@ def refuse(configurator: Any) -> None:
         ("enable_unified_memory", "it brings a pool of its own: leave one of them out"),
         ("enable_hierarchical_cache", "its copies know one dense tensor a layer: leave it out"),
         ("enable_lmcache", "it reads one dense tensor a layer: leave it out"),
+        ("enable_flexkv", "it reads one dense tensor a layer: leave it out"),
+        ("radix_cache_backend", "a prefix cache from elsewhere may read one dense tensor a layer: leave it out"),
         ("enable_hisparse", "it brings a pool of its own: leave one of them out"),
     ):
         if getattr(memory, flag, False):
@@ -127,13 +161,29 @@ def refuse(configurator: Any) -> None:
             "pm_ops: SGLang's disaggregation sends one region a layer, and a cache of pages is one region; leave "
             "--disaggregation-mode out"
         )
+    if get_observability().kv_canary != "none":
+        raise ValueError("pm_ops: --kv-canary is not supported: it watches one dense tensor a layer; leave it out")
     if configurator.post_capture_kv_active:
         raise ValueError("pm_ops: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING backs one tensor a layer; unset it")
     if configurator.use_mla_backend:
         raise ValueError(f"pm_ops: latent attention (MLA) is not supported in SGLang; {ANY}")
     readable = (BACKEND,) if settings.layout == "page_major" and configurator.page_size > 1 else STRIDED
-    for name in ("prefill_attention_backend", "decode_attention_backend"):
-        chosen = getattr(kernel, name, None) or kernel.attention_backend
+    names = ("prefill_attention_backend", "decode_attention_backend")
+    backends = {name: getattr(kernel, name, None) or kernel.attention_backend for name in names}
+    draft = get_spec().speculative_draft_attention_backend
+    if draft is not None:
+        backends["speculative_draft_attention_backend"] = draft
+    if BACKEND in backends.values():
+        for flag, on, why in (
+            ("--dcp-size", get_server_args().dcp_size > 1, "it attends over a whole sequence"),
+            ("--enable-torch-compile", get_exec().graph.enable_torch_compile, "not tested"),
+        ):
+            if on:
+                raise ValueError(
+                    f"pm_ops: its attention backend does not work with {flag}: {why}; leave it out, or choose "
+                    "--attention-backend triton with layout token_major"
+                )
+    for name, chosen in backends.items():
         if chosen not in readable:
             raise ValueError(
                 f"pm_ops: {name} {chosen} cannot read pages of layout {settings.layout}; choose --attention-backend "

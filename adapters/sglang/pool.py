@@ -29,6 +29,7 @@ def pool_class(base: type, layout: str) -> type:
     """
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
     from sglang.srt.mem_cache.memory_pool import KvBufferDesc, unwrap_write_loc
+    from sglang.srt.platforms import current_platform
 
     class PageMajorKVPool(base):
         """K and V of all layers in one buffer; ``page_pool`` is the same memory to this library."""
@@ -66,7 +67,12 @@ def pool_class(base: type, layout: str) -> type:
             layout = FORMATS[self.pm_ops_layout](
                 self.layer_num, self.head_num, self.head_dim, self.page_size, self.dtype, value_dim=self.v_head_dim
             )
-            num_pages = -(-self.size // self.page_size) + 1
+            if self.size % self.page_size:
+                raise ValueError(
+                    f"pm_ops: a pool of {self.size} slots has no whole pages of {self.page_size}; choose "
+                    "--max-total-tokens as a multiple of --page-size"
+                )
+            num_pages = self.size // self.page_size + 1
             in_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
             with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), in_pool:
                 buffer = torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=self.device)
@@ -167,43 +173,52 @@ def pool_class(base: type, layout: str) -> type:
             self.page_pool.copy_slots(src_loc.flatten(), _without_sink(tgt_loc.flatten()))
 
         def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> list[Any]:
-            """The rows of these slots, SGLang's way: for each layer a list of chunks ``[key, value]``, here one.
+            """The rows of these slots, SGLang's way: for each layer a list of chunks ``[key, value]``.
 
-            The pages that hold them come over in one copy.
+            The pages that hold a chunk of all layers come over in one copy.
             """
+            found: list[Any] = [[] for _ in range(self.layer_num)]
             if self.page_pool is None or not len(indices):
-                return [[] for _ in range(self.layer_num)]
-            pages, which = torch.unique(indices // self.page_size, return_inverse=True)
-            rows = self.page_pool.gather(pages).cpu()
-            host = PagePool(self.page_pool.layout, len(pages), buffer=rows.flatten())
-            slots = (which * self.page_size + indices % self.page_size).cpu()
-            found = []
-            for layer in range(self.layer_num):
-                found.append(
-                    [[pm_ops.load_kv(host, layer, slots, kind).view(self.store_dtype) for kind in ("key", "value")]]
-                )
+                return found
+            current_platform.synchronize()
+            for chunk in indices.split(self.cpu_offloading_chunk_size):
+                pages, which = torch.unique(chunk // self.page_size, return_inverse=True)
+                rows = self.page_pool.gather(pages).cpu()
+                host = PagePool(self.page_pool.layout, len(pages), buffer=rows.flatten())
+                slots = (which * self.page_size + chunk % self.page_size).cpu()
+                for layer, chunks in enumerate(found):
+                    parts = [pm_ops.load_kv(host, layer, slots, kind) for kind in ("key", "value")]
+                    chunks.append([part.view(self.store_dtype) for part in parts])
+            current_platform.synchronize()
             return found
 
         def load_cpu_copy(
             self, kv_cache_cpu: list[Any], indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None
         ) -> None:
-            """Write what ``get_cpu_copy`` gave, chunked in whatever way, to these slots. It goes over in one copy."""
+            """Write what ``get_cpu_copy`` gave, chunked in whatever way, to these slots: one copy over a chunk."""
             if self.page_pool is None or not len(indices):
                 return
-            entry = pm_ops.token_major(
-                self.layer_num, self.head_num, self.head_dim, 1, self.dtype, value_dim=self.v_head_dim
-            )
-            host = PagePool(entry, len(indices))
-            every = torch.arange(len(indices))
-            for layer, chunks in enumerate(kv_cache_cpu):
+            rows = []
+            for chunks in kv_cache_cpu:
                 key, value = (torch.cat([chunk[i] for chunk in chunks]).view(self.dtype) for i in range(2))
                 if len(key) != len(indices) or len(value) != len(indices):
                     raise ValueError(f"{len(key)} rows of K and {len(value)} of V for {len(indices)} slots")
-                pm_ops.store_kv(host, layer, key, value, every)
-            near = PagePool(entry, len(indices), buffer=host.buffer.to(self.page_pool.device))
-            for layer in range(self.layer_num):
-                key, value = near.view(layer, "key")[:, 0], near.view(layer, "value")[:, 0]
-                pm_ops.store_kv(self.page_pool, layer, key, value, indices)
+                rows.append((key, value))
+            entry = pm_ops.token_major(
+                self.layer_num, self.head_num, self.head_dim, 1, self.dtype, value_dim=self.v_head_dim
+            )
+            current_platform.synchronize()
+            size = self.cpu_offloading_chunk_size
+            for i, slots in enumerate(indices.split(size)):
+                host, every = PagePool(entry, len(slots)), torch.arange(len(slots))
+                for layer, parts in enumerate(rows):
+                    key, value = (part[i * size :][: len(slots)] for part in parts)
+                    pm_ops.store_kv(host, layer, key, value, every)
+                near = PagePool(entry, len(slots), buffer=host.buffer.to(self.page_pool.device))
+                for layer in range(self.layer_num):
+                    key, value = near.view(layer, "key")[:, 0], near.view(layer, "value")[:, 0]
+                    pm_ops.store_kv(self.page_pool, layer, key, value, slots)
+            current_platform.synchronize()
 
     PageMajorKVPool.__module__, PageMajorKVPool.__qualname__ = __name__, "PageMajorKVPool"
     return PageMajorKVPool

@@ -226,11 +226,12 @@ def test_layers_of_sliding_windows_read_their_own_pool(batch: Batch, monkeypatch
         )
 
 
+@pytest.mark.parametrize("mirror", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_graphs_tensors_are_filled_in_place_before_each_replay(
-    windowed: bool, monkeypatch: pytest.MonkeyPatch
+    windowed: bool, mirror: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is captured for one batch serves the next one: the same tensors, other pages."""
+    """What is captured for one batch serves the next one: the same tensors, other pages. Lengths may be on the host."""
     monkeypatch.setenv("PM_OPS", "1")
     runner = Runner("page_major", torch.float32, DECODE, windowed=windowed)
     backend = PageMajorAttnBackend(runner)
@@ -240,7 +241,8 @@ def test_a_graphs_tensors_are_filled_in_place_before_each_replay(
     empty.req_pool_indices = torch.zeros(3, dtype=torch.int64)
     backend.init_forward_metadata_out_graph(empty, in_capture=True)
     captured = backend.forward_metadata
-    forward = runner.forward_batch(ForwardMode.DECODE)
+    assert captured.page_table.shape == (3, CONTEXT // PAGE)
+    forward = runner.forward_batch(ForwardMode.DECODE, **({} if mirror else {"seq_lens_cpu": None}))
     backend.init_forward_metadata_out_graph(forward)
     backend.forward_metadata = captured  # a graph knows these tensors, whatever the backend holds
     index = int(windowed)
@@ -249,8 +251,101 @@ def test_a_graphs_tensors_are_filled_in_place_before_each_replay(
     out = backend.forward(query, key, value, layer(index, 4), forward)
     its = runner.token_to_kv_pool.full_to_swa_index_mapping if windowed else None
     close(out, expected(runner.pools[-1], 0, page_table(runner, its), DECODE, query), torch.float32)
-    with pytest.raises(ValueError, match="CUDA graphs of TARGET_VERIFY batches are not supported"):
-        backend.init_forward_metadata_out_graph(runner.forward_batch(ForwardMode.TARGET_VERIFY))
+    with pytest.raises(ValueError, match="of EXTEND batches are not .* --cuda-graph-backend-prefill disabled"):
+        backend.init_forward_metadata_out_graph(runner.forward_batch(ForwardMode.EXTEND))
+
+
+@pytest.mark.parametrize("real", [0, 1, 2])
+def test_a_padded_replay_writes_no_row_of_another_sequence(real: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang pads lengths and rows of the table, and gives the slots of the real sequences alone."""
+    monkeypatch.setenv("PM_OPS", "1")
+    runner = Runner("page_major", torch.float32, DECODE, windowed=True)
+    backend = PageMajorAttnBackend(runner)
+    backend.init_cuda_graph_state(max_bs=8, max_num_tokens=8)
+    full = runner.forward_batch(ForwardMode.DECODE)
+    backend.init_forward_metadata_out_graph(full, in_capture=True)
+    captured = backend.forward_metadata
+    windows, attend = runner.pools[1].page_pool, layer(1, 4, window=5)
+    fill(runner, 1, torch.float32)
+    backend.forward(*rows(3, 4, torch.float32), attend, full)
+    before, where = windows.pages.clone(), captured.slots_window.clone()
+
+    idle = torch.arange(3) >= real
+    padded = runner.forward_batch(
+        ForwardMode.DECODE,
+        seq_lens=full.seq_lens.masked_fill(idle, 1),
+        seq_lens_cpu=full.seq_lens.masked_fill(idle, 1),
+        req_pool_indices=full.req_pool_indices.masked_fill(idle, 0),
+        out_cache_loc=full.out_cache_loc[:real],
+    )
+    backend.init_forward_metadata_out_graph(padded)
+    assert captured.slots_window.tolist() == [*where[:real].tolist(), *[0] * (3 - real)]
+    assert len(backend.forward_metadata.slots_window) == 3
+    backend.forward_metadata = captured
+    padded.out_cache_loc = full.out_cache_loc.masked_fill(idle, 0)  # the graph's own tensor
+    backend.forward(*rows(3, 4, torch.float32), attend, padded)
+    changed = (windows.pages != before).any(1).nonzero().flatten()
+    assert set(changed.tolist()) - {0} == set((where[:real] // PAGE).tolist())
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32])
+def test_a_checkpoints_scales_are_those_of_an_fp8_cache(
+    dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored by them and read by them; a cache of another dtype has none."""
+    monkeypatch.setenv("PM_OPS", "1")
+    runner = Runner(layout, torch.float32, DECODE)
+    pool = runner.token_to_kv_pool = pool_class(MHATokenToKVPool, layout)(**kwargs(dtype))
+    backend, forward = PageMajorAttnBackend(runner), runner.forward_batch(ForwardMode.DECODE)
+    backend.init_forward_metadata(forward)
+    scaled = layer(1, 4)
+    scaled.k_scale, scaled.v_scale = (torch.nn.Parameter(torch.tensor(s), requires_grad=False) for s in (0.25, 0.5))
+    scaled.k_scale_float, scaled.v_scale_float = 0.25, 0.5
+    whole = [tuple(rows(length, 4, torch.float32))[1:] for length in DECODE.lengths]
+    for slots, (key, value) in zip(runner.slots, whole, strict=True):
+        pool.set_kv_buffer(scaled, slots, key, value, *((0.25, 0.5) if dtype.itemsize == 1 else ()))
+    query = torch.randn(3, 4, DIM)
+    last = [torch.stack([pair[i][-1] for pair in whole]) for i in range(2)]
+    out = backend.forward(query.flatten(1), *last, scaled, forward).view(3, 4, DIM)
+    for i, pair in enumerate(whole):
+        if dtype.itemsize == 1:
+            pair = [(x / s).to(dtype).float() * s for x, s in zip(pair, (0.25, 0.5), strict=True)]
+        key, value = (x.repeat_interleave(2, 1) for x in pair)
+        weights = (torch.einsum("hd,nhd->hn", query[i], key) * DIM**-0.5).softmax(-1)
+        torch.testing.assert_close(out[i], torch.einsum("hn,nhd->hd", weights, value), atol=1e-5, rtol=1e-5)
+
+
+def test_layers_of_a_pipelines_later_stage_wait_for_their_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", "1")
+    runner = Runner("token_major", torch.float32, DECODE)
+    fill(runner, 1, torch.float32)
+    later = pool_class(MHATokenToKVPool, "token_major")(**kwargs(torch.float32), start_layer=6)
+    later.page_pool.buffer.copy_(runner.pools[0].page_pool.buffer)
+    runner.token_to_kv_pool = later
+    waited: list[int] = []
+    later.register_layer_transfer_counter(type("Counter", (), {"wait_until": lambda _, index: waited.append(index)})())
+    backend, forward = PageMajorAttnBackend(runner), runner.forward_batch(ForwardMode.DECODE)
+    backend.init_forward_metadata(forward)
+    query, key, value = rows(3, 4, torch.float32)
+    out = backend.forward(query, key, value, layer(7, 4), forward)
+    assert waited == [1]
+    close(out, expected(later, 1, page_table(runner), DECODE, query), torch.float32)
+
+
+def test_torch_native_reads_token_major() -> None:
+    """SGLang's backend of plain torch, on the views that the pool gives it."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    runner = Runner("token_major", torch.float32, DECODE)
+    runner.device = "cpu"
+    fill(runner, 1, torch.float32)
+    query, key, value = rows(3, 4, torch.float32)
+    forward = runner.forward_batch(ForwardMode.DECODE)
+    forward.req_to_token_pool, forward.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+    forward.encoder_lens = forward.positions = None
+    out = TorchNativeAttnBackend(runner).forward_decode(query.flatten(1), key, value, layer(1, 4), forward)
+    close(out, expected(runner.pools[0], 1, page_table(runner), DECODE, query), torch.float32)
 
 
 def test_what_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,5 +376,5 @@ def test_what_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="does not read a HybridLinearKVPool .*choose --attention-backend triton"):
         PageMajorAttnBackend(runner)
     runner.token_to_kv_pool = MHATokenToKVPool(**kwargs(torch.float32))
-    with pytest.raises(ValueError, match="reads a KV cache of pm_ops, which was not asked for: set PM_OPS=1"):
+    with pytest.raises(ValueError, match="reads a KV cache of pm_ops, and this one is SGLang's own .*: set PM_OPS=1"):
         PageMajorAttnBackend(runner)

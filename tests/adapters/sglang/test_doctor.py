@@ -14,6 +14,7 @@ def test_it_finds_every_hook_and_says_what_is_possible(monkeypatch: pytest.Monke
     assert report["found"].startswith(f"{RELEASE}, on ") and report["usable"]
     assert report["notes"][0] == f"hooks: all 12 present; the pool's class by {', '.join(hooks.pool_hooks())}"
     assert "page_major, by pm_ops" in report["notes"][1]
+    assert "not for GptOss, Llama 4, Gemma 4 and Exaone 4" in report["notes"][-1]
 
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     report = doctor.examine()

@@ -86,9 +86,14 @@ def publish(tmp_path_factory: pytest.TempPathFactory) -> Any:
             attention_backend=backend,
         )
         runtime_context.get_context().set_server_args(args)
+        bags = {
+            "disaggregation_mode": runtime_context.get_disagg,
+            "kv_canary": runtime_context.get_observability,
+            "speculative_draft_attention_backend": runtime_context.get_spec,
+            "enable_torch_compile": lambda: runtime_context.get_exec().graph,
+        }
         for name, value in flags.items():  # SGLang refuses some of them itself on a CPU
-            bag = runtime_context.get_disagg() if name == "disaggregation_mode" else runtime_context.get_memory()
-            bag._set(name, value)
+            bags.get(name, runtime_context.get_memory)()._set(name, value)
 
     return publish
 
@@ -120,7 +125,7 @@ def test_the_entry_point_is_the_plugin_and_its_hooks_are_in_place(publish: Any) 
     expected = [hooks.RESOLVE] if RELEASE == "0.5.23" else list(hooks.BUILD)
     assert hooks.pool_hooks() == expected
     targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED}
-    assert targets <= HookRegistry._patched
+    assert targets == set(hooks.targets()) <= HookRegistry._patched
     assert "pm_ops" in ATTENTION_BACKENDS and "pm_ops" in ATTENTION_BACKEND_CHOICES
     assert enable_fused_set_kv_buffer(None) is False
 
@@ -161,6 +166,11 @@ def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_a
         ({}, {"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported: pm_ops brings"),
         ({}, {"enable_unified_memory": True}, "--enable-unified-memory is not supported"),
         ({}, {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),
+        ({}, {"enable_flexkv": True}, "--enable-flexkv is not supported: it reads one dense"),
+        ({}, {"radix_cache_backend": "other"}, "--radix-cache-backend is not supported: a prefix cache"),
+        ({}, {"kv_canary": "check"}, "--kv-canary is not supported"),
+        ({}, {"speculative_draft_attention_backend": "fa4"}, "speculative_draft_attention_backend fa4 cannot read"),
+        ({}, {"backend": "pm_ops", "enable_torch_compile": True}, "not work with --enable-torch-compile: not tested"),
         ({}, {"disaggregation_mode": "prefill"}, "leave --disaggregation-mode out"),
     ],
 )
@@ -170,6 +180,16 @@ def test_what_it_cannot_do_stops_the_engine_before_memory_is_taken(
     publish(**flags)
     with pytest.raises(ValueError, match=says):
         build(**given)
+
+
+def test_contexts_split_over_ranks_and_rocm_are_refused(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(backend="pm_ops")
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(dcp_size=2))
+    with pytest.raises(ValueError, match="does not work with --dcp-size: it attends over a whole sequence"):
+        build()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ValueError, match="SGLang runs on cuda, by ROCm; cuda and cpu are supported"):
+        build(device="cuda")
 
 
 def test_page_major_needs_our_attention(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +213,41 @@ def test_a_release_without_the_hooks_ends_the_process(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     with pytest.raises(SystemExit, match="no KvBufferDesc .*memory_pool.Gone.*install one of them"):
         plugins.load_plugins()
+
+
+def test_whatever_fails_in_it_ends_the_process_with_the_cause(
+    publish: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Of an Exception SGLang would make a line of its log, and run on without us."""
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    (tmp_path / "broken_build.py").write_text("raise OSError('libother.so.1: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setitem(hooks.NEEDED, "KvBufferDesc", "broken_build:KvBufferDesc")
+        with pytest.raises(SystemExit, match="no KvBufferDesc .*: OSError: libother.so.1: cannot open"):
+            plugins.load_plugins()
+
+    def conflict(*_: Any) -> None:
+        raise KeyError("a conflict")
+
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.setattr(HookRegistry, "register", conflict)
+    with pytest.raises(SystemExit, match="cannot be installed into this SGLang: KeyError: 'a conflict'.*run without"):
+        plugins.load_plugins()
+
+
+@pytest.mark.parametrize("lost", ["configure", "enable_fused_set_kv_buffer", "pool"])
+def test_a_hook_that_sglang_could_not_apply_stops_the_engine(
+    lost: str, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish()
+    lost = hooks.pool_hooks()[0] if lost == "pool" else lost
+    target = next(target for target in hooks.targets() if target.endswith(lost))
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
+    if lost == "configure":  # as it would be: SGLang's own method
+        monkeypatch.setattr(Configurator, "configure", Configurator.configure.__wrapped__)
+    with pytest.raises(RuntimeError, match=f"SGLang could not hook {target}; its log says why"):
+        build()
 
 
 def test_a_pool_that_is_not_ours_stops_the_engine(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:

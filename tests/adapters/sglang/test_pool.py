@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ RELEASE = sglang_engine.require()
 
 import torch
 from sglang.srt.mem_cache import memory_pool
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from pm_ops import PagePool
@@ -246,6 +247,15 @@ def test_copies_to_the_cpu_come_back_to_other_slots(seed: int, layout: str) -> N
         assert torch.equal(at(mine, layer, kind, every), expected)
     stock.load_cpu_copy(saved, target)
     assert torch.equal(at(stock, layers[0], "value", target), at(mine, layers[0], "value", source))
+    mine.cpu_offloading_chunk_size = stock.cpu_offloading_chunk_size = 2
+    runs = mine.get_cpu_copy(source)
+    assert [[len(chunk[0]) for chunk in layer] for layer in runs] == [[2, 1]] * shape["layer_num"]
+    for parts, whole in zip(runs, saved, strict=True):
+        assert all(torch.equal(bits(torch.cat([p[i] for p in parts])), bits(whole[0][i])) for i in range(2))
+    mine.page_pool.buffer.fill_(0x3A)
+    mine.load_cpu_copy(saved, target)
+    stock.load_cpu_copy(runs, target)
+    assert torch.equal(at(stock, layers[-1], "key", target), at(mine, layers[-1], "key", target))
     with pytest.raises(ValueError, match="1 rows of K and 1 of V for 3 slots"):
         mine.load_cpu_copy([chunks[:1] for chunks in cut], target)
     assert mine.get_cpu_copy(source[:0]) == [[]] * shape["layer_num"]
@@ -327,6 +337,32 @@ def test_sliding_windows_have_a_pool_of_their_own_and_copies_cross_both() -> Non
         pool, index = (both.full_kv_pool, 0) if layer == 1 else (both.swa_kv_pool, layer // 2)
         assert torch.equal(at(pool, index, "key", where), bits(key))
         assert torch.equal(at(pool, index, "value", where), bits(value))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_models_with_state_layers_have_it_for_their_attention(layout: str) -> None:
+    """Through SGLang's own pool of both, whose layers are numbered by the model."""
+    states = SimpleNamespace(
+        mem_usage=0, size=4, layer_transfer_counter=None, mamba_cache=SimpleNamespace(mem_usage_bytes=lambda: 0)
+    )
+    hybrid = HybridLinearKVPool(
+        size=32, dtype=torch.bfloat16, page_size=4, head_num=2, head_dim=16, full_attention_layer_ids=[3, 7],
+        device="cpu", mamba_pool=states, enable_memory_saver=False, enable_kv_cache_copy=True,
+        full_kv_pool_class=pool_class(MHATokenToKVPool, layout),
+    )  # fmt: skip
+    assert len(hybrid.full_kv_pool.k_buffer) == 2 and hybrid.full_kv_pool.page_pool.layout.name == layout
+    key, value = (torch.randn(3, 2, 16).bfloat16() for _ in range(2))
+    slots, other = torch.tensor([5, 6, 9]), torch.tensor([13, 21, 22])
+    hybrid.set_kv_buffer(SimpleNamespace(layer_id=7), slots, key, value)
+    hybrid.move_kv_cache(other, slots)
+    for where in (slots, other):
+        for wanted, view in zip((key, value), (hybrid.get_key_buffer(7), hybrid.get_value_buffer(7)), strict=True):
+            assert torch.equal(view[where] if view.dim() == 3 else view[where // 4, where % 4], wanted)
+
+
+def test_a_pool_of_whole_pages_alone() -> None:
+    with pytest.raises(ValueError, match="a pool of 30 slots has no whole pages of 4; choose --max-total-tokens"):
+        pool_class(MHATokenToKVPool, "token_major")(**{**shapes(0), "size": 30, "page_size": 4})
 
 
 def test_a_pool_without_layers_and_a_quantised_one() -> None:
