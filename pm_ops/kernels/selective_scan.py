@@ -106,7 +106,7 @@ def _selective_scan_prefill(
     skip = 0.0
     if D is not None:
         skip = tl.load(D + h).to(tl.float32)
-    # Addresses are scalars that move on chunk by chunk, and 32-bit offsets from there, which spare registers: see `near`
+    # Addresses are scalars that move on chunk by chunk, and 32-bit offsets from there, which spare registers (`near`)
     x += start * x_at[0] + h * x_at[1]
     dt += start * dt_at[0] + h * dt_at[1]
     B += start * B_at[0] + h // GROUP * B_at[1]
