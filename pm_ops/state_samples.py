@@ -85,7 +85,7 @@ def _conv1d_update(device: str) -> Iterator[Sample]:
         weight, options = _filter(device, dtype)
         options |= {"num_accepted": accepted}
         yield (pool.buffer, _wide((*leading, _DIM), device, dtype), weight, pages, *_plane(pool, "conv")), options
-        yield (pool.buffer, _randn((*leading, _DIM), device), weight, pages, *_plane(pool, "conv")), {}
+    yield (pool.buffer, _randn((*leading, _DIM), device), weight, pages, *_plane(pool, "conv")), {}
 
 
 def _conv1d_prefill(device: str) -> Iterator[Sample]:
@@ -102,7 +102,7 @@ def _selective_state_update(device: str) -> Iterator[Sample]:
         pool = _pool(dtype, device)
         rows, options = _mamba(leading, device, dtype)
         yield (pool.buffer, *rows, pages, *_plane(pool, "ssm")), {**options, "num_accepted": accepted}
-        yield (pool.buffer, *rows, pages, *_plane(pool, "ssm")), {}
+    yield (pool.buffer, *rows, pages, *_plane(pool, "ssm")), {}
 
 
 def _selective_scan_prefill(device: str) -> Iterator[Sample]:
@@ -125,7 +125,7 @@ def _gated_delta_update(device: str) -> Iterator[Sample]:
         pool = _pool(dtype, device)
         rows, options = _gated(leading, device, dtype)
         yield (pool.buffer, *rows, pages, *_plane(pool, "ssm"), 0.4), {**options, "num_accepted": accepted}
-        yield (pool.buffer, *rows, pages, *_plane(pool, "ssm"), 0.4), {}
+    yield (pool.buffer, *rows, pages, *_plane(pool, "ssm"), 0.4), {}
 
 
 def _gated_delta_prefill(device: str) -> Iterator[Sample]:
