@@ -264,6 +264,13 @@ def _take_pages(pool: PagePool, planes: Sequence[CachePlane]) -> Tensor | None:
     """Take the caches' pages from the allocator: a table of them, or for caches addressed by slot all there are."""
     paged = [p for p in planes if p.paged]
     sizes = {(p.size("B"), p.size("S")) for p in paged}
+    states = sorted({p.kind for p in planes if pool.layout.plane(p.layer, p.kind).token_stride is None})
+    if paged and states:
+        raise ValueError(
+            f"states {states} are addressed by page and take every page of the pool, where the {paged[0].form} "
+            f"{paged[0].kind} cache has a page table; one binding does not take both yet: bind either of them and "
+            "leave the other to the model, or call the operators on the pages of a HybridPool"
+        )
     if len(sizes) > 1 or 0 < len(paged) < len(planes):
         forms = sorted({f"{p.form} {list(p.shape)}" for p in planes})
         raise ValueError(f"caches of one binding share a page table: one batch and length for all, got {forms}")

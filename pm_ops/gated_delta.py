@@ -103,7 +103,8 @@ def gated_delta_prefill(
         has_initial_state: bool ``[B]``, whether a sequence begins with the state in its page instead of zeros; None:
             none does.
 
-    Returns ``[T, Hv, V]`` of value's dtype, fresh; padding rows are 0.
+    Returns ``[T, Hv, V]`` of value's dtype, fresh; padding rows are 0. On CUDA a sequence's tokens are multiplied in
+    chunks of 64, so that a NaN in key, value, g or beta shows in all of its chunk.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; on CPU also lengths or pages out of range, or a page twice.

@@ -8,6 +8,7 @@ differ much in size: they grow toward each other from the buffer's two ends.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -86,7 +87,8 @@ class TwoEndedPool:
     """Two kinds of page in one buffer: ``low`` from its first byte up, ``high`` from its last byte down.
 
     Each hands out the free page nearest its own end. A kind has room until its pages would meet the other's outermost
-    one in use; what is freed between others in use can be taken by its own kind alone.
+    one in use; what is freed between others in use can be taken by its own kind alone. A page's stride is rounded up to
+    a multiple of 16 bytes.
 
     Args:
         low, high: the layouts.
@@ -103,21 +105,20 @@ class TwoEndedPool:
     ) -> None:
         _require_disjoint({"low": low, "high": high})
         nbytes = nbytes // ALIGN * ALIGN
-        if low.page_bytes + high.page_bytes > nbytes:
+        sizes = [-(-layout.page_bytes // ALIGN) * ALIGN for layout in (low, high)]
+        if sum(sizes) > nbytes:
             raise ValueError(
-                f"{counted(nbytes, 'byte')} do not hold a page of each kind, of {low.page_bytes} and "
-                f"{high.page_bytes} bytes"
+                f"{counted(nbytes, 'byte')} do not hold a page of each kind, of {sizes[0]} and {sizes[1]} bytes"
             )
-        sizes = low.page_bytes, high.page_bytes
         counts = [nbytes // size for size in sizes]
         ends = _End(counts[0], sizes[0], nbytes, False), _End(counts[1], sizes[1], nbytes, True)
         ends[0].other, ends[1].other = ends[1], ends[0]
         # Allocated as one opaque page, so that a missing device is told in the pool's words.
         whole = PageLayout(1, nbytes, (Plane(0, "bytes", 0, None, 1, (nbytes,), torch.uint8),), "bytes")
         self.buffer = PagePool(whole, 1, device).buffer
-        self.low = PagePool(low, counts[0], buffer=self.buffer, allocator=ends[0])
+        self.low = PagePool(low, counts[0], buffer=self.buffer, page_stride=sizes[0], allocator=ends[0])
         base = nbytes - counts[1] * sizes[1]
-        self.high = PagePool(high, counts[1], buffer=self.buffer, base=base, allocator=ends[1])
+        self.high = PagePool(high, counts[1], buffer=self.buffer, base=base, page_stride=sizes[1], allocator=ends[1])
 
     def copy(self, low: tuple[Pages, Pages], high: tuple[Pages, Pages]) -> None:
         """Copy pages of both kinds, ``(src, dst)`` of each: a sequence whole."""
@@ -172,8 +173,12 @@ class _End(PageAllocator):
 
     def free(self, pages: Tensor | Iterable[int]) -> None:
         """As :meth:`PageAllocator.free`."""
+        before = len(self._free)
         super().free(pages)
-        self._free.sort(key=self._rank, reverse=True)
+        freed = self._free[before:]
+        del self._free[before:]
+        for page in freed:
+            insort(self._free, page, key=lambda page: -self._rank(page))
 
 
 def _require_disjoint(kinds: Mapping[str, PageLayout]) -> None:

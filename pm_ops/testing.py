@@ -107,7 +107,8 @@ def sample_inputs(op: str, device: str = "cpu") -> Iterator[Sample]:
         "copy_slots": _slot_samples,
         "repack_pages": _repack_samples,
     }[op]
-    for pool in (*sample_pools(device), *scaled_pools(device)):
+    pools = [*sample_pools(device), *scaled_pools(device)]
+    for pool in pools if op != "attention_out" else (pools[0], pools[-1]):  # what attention gets, and out
         yield from make(op, pool)
 
 

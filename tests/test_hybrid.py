@@ -110,16 +110,17 @@ def spans(pool: TwoEndedPool, low: list[int], high: list[int]) -> list[range]:
 def test_two_ends_never_overlap_and_use_what_is_free(seed: int) -> None:
     """A random walk against a plain model: the extents by the pages in use, and what fits between them."""
     rng = random.Random(seed)
-    nbytes = rng.randint(FULL.page_bytes + STATE.page_bytes, 20 * FULL.page_bytes)
+    nbytes = rng.randint(FULL.page_bytes + STATE.page_bytes + 16, 20 * FULL.page_bytes)
     pool = TwoEndedPool(FULL, STATE, nbytes)
     kinds, used = (pool.low, pool.high), ([], [])
     size = pool.buffer.numel()
+    assert [kind.page_stride for kind in kinds] == [512, 400] and pool.high.base % 16 == 0
     for _ in range(200):
         side = rng.randint(0, 1)
         own, other = kinds[side], kinds[1 - side]
         ranks = [sorted(p if i == 0 else k.num_pages - 1 - p for p in used[i]) for i, k in enumerate(kinds)]
-        taken = (ranks[1 - side][-1] + 1) * other.layout.page_bytes if ranks[1 - side] else 0
-        fits = min((size - taken) // own.layout.page_bytes, own.num_pages)
+        taken = (ranks[1 - side][-1] + 1) * other.page_stride if ranks[1 - side] else 0
+        fits = min((size - taken) // own.page_stride, own.num_pages)
         free = [r for r in range(fits) if r not in ranks[side]]
         assert own.allocator.num_free == len(free)
         if rng.random() < 0.6:
@@ -132,8 +133,9 @@ def test_two_ends_never_overlap_and_use_what_is_free(seed: int) -> None:
             assert sorted(p if side == 0 else own.num_pages - 1 - p for p in got) == free[:n]
             used[side].extend(got)
         elif used[side]:
-            page = used[side].pop(rng.randrange(len(used[side])))
-            own.allocator.free([page])
+            rng.shuffle(used[side])
+            freed, used[side][:2] = used[side][:2], []
+            own.allocator.free(freed)
         found = spans(pool, *used)
         assert sum(map(len, found)) == len({byte for span in found for byte in span})
         assert all(span.start >= 0 and span.stop <= size for span in found)

@@ -150,7 +150,7 @@ _QUICK = {
     "pages": 7,
     "transfer": 10,
     "peer": 3,
-    "state": 12,
+    "state": 3,
     "host": 2,
 }
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 TRITON_DTYPE = {
     torch.float32: tl.float32,
@@ -87,6 +88,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+def near(x: Tensor, rows: int) -> Tensor:
+    """``x [T, ..., dim]``, so many rows of which lie within 2^31 elements: a copy where they are further apart."""
+    return x if rows * x.stride(0) + x.shape[-1] * x.stride(-1) < 1 << 31 else x.contiguous()
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensor's. CPU tensors are the interpreter's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -6,15 +6,17 @@ programs are numbered by sequence and channel, and of a prefill's only those of 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import TRITON_DTYPE, cdiv, find_sequence, next_power_of_2
-from .launch import launch
-from .selective import first_page, silu
+from .launch import Launch, launch
+from .state import first_page, silu, tokens_of
 
 if TYPE_CHECKING:
     from ..ops.conv import Conv1dPrefill, Conv1dUpdate
@@ -140,11 +142,9 @@ def _conv1d_prefill(
     d = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = d < DIM
     s = find_sequence(query_start, block, batch, ROWS)  # `batch` stands for the padding rows behind the last one
-    start = tl.load(query_start + s).to(tl.int64)
-    stop = tl.load(query_start + s + 1, mask=s < batch, other=0).to(tl.int64)
-    stop = tl.where(s < batch, stop, num_tokens)
+    start, stop = tokens_of(query_start, s, batch, num_tokens)
     first = start + ((block - s) - start // ROWS) * ROWS
-    if first >= stop:
+    if (first < start) | (first >= stop):
         return
     t = first + tl.arange(0, ROWS)
     to = out + t[:, None] * DIM + d[None, :]
@@ -204,37 +204,43 @@ def conv1d_update(a: Conv1dUpdate) -> Tensor:
     out = a.x.new_empty(a.x.shape)
     if out.numel() == 0:
         return out
-    *leading, dim = a.x.shape
-    tokens = leading[1] if len(leading) == 2 else 1
-    most, warps = _UPDATE
+    x = a.x if a.x.dim() == 3 else a.x.unsqueeze(1)
+    taps = (*a.weight.stride(), 0 if a.bias is None else a.bias.stride(0))
+    each_token, width = a.state_indices.dim() == 2, a.weight.shape[1]
+    run = _update_launch(x.shape, x.stride(), width, taps, tuple(a.state_plane), a.state_dtype, each_token, a.silu)
+    accepted = None if a.num_accepted is None else a.num_accepted.contiguous()
+    run(a.buffer, x, a.weight, a.bias, out, a.state_indices.contiguous(), accepted)
+    return out
+
+
+@functools.lru_cache(4096)
+def _update_launch(
+    rows: torch.Size,
+    strides: tuple[int, ...],
+    width: int,
+    taps: tuple[int, ...],
+    plane: tuple[int, ...],
+    dtype: torch.dtype,
+    each_token: bool,
+    silu: bool,
+) -> Launch:
+    """The launch of rows ``[N, T, dim]``; ``taps``: strides of the filter and of the bias."""
+    (sequences, tokens, dim), (most, warps) = rows, _UPDATE
+    offset, page_stride, _, head_stride, num_pages = plane
     block = min(most, next_power_of_2(dim))
-    launch(
+    return Launch(
         _conv1d_update,
-        (leading[0], cdiv(dim, block)),
-        a.buffer,
-        a.x,
-        a.weight,
-        a.bias,
-        out,
-        a.state_indices.contiguous(),
-        None if a.num_accepted is None else a.num_accepted.contiguous(),
-        a.state_plane[4],
-        a.x.stride(0),
-        a.x.stride(1) if len(leading) == 2 else 0,
-        a.x.stride(-1),
-        *a.weight.stride(),
-        0 if a.bias is None else a.bias.stride(0),
-        *(a.state_plane[i] for i in (0, 1, 3)),
+        (sequences, cdiv(dim, block)),
+        (num_pages, *strides, *taps, offset, page_stride, head_stride),
         DIM=dim,
-        WIDTH=a.weight.shape[1],
+        WIDTH=width,
         TOKENS=tokens,
-        PER_TOKEN=a.state_indices.dim() == 2,
-        SILU=a.silu,
-        DTYPE=TRITON_DTYPE[a.state_dtype],
+        PER_TOKEN=each_token,
+        SILU=silu,
+        DTYPE=TRITON_DTYPE[dtype],
         BLOCK=block,
         num_warps=max(1, min(warps, block // 32)),
     )
-    return out
 
 
 def conv1d_prefill(a: Conv1dPrefill) -> Tensor:

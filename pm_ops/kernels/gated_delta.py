@@ -14,14 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.gated_delta import L2_EPS as EPSILON
 from .common import LOG2E, TRITON_DTYPE, cdiv, next_power_of_2
 from .launch import Launch
+from .state import first_page, softplus
 
 if TYPE_CHECKING:
     from ..ops.gated_delta import GatedDeltaUpdate
 
+L2_EPS = tl.constexpr(EPSILON)
 SMALLEST = tl.constexpr(-64.0)  # of the decays as powers of two: sums of 64 keep what is behind the point
-L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
@@ -30,8 +32,7 @@ def decays(x, h, a_log, dt_bias):
     x = x.to(tl.float32)
     if a_log is not None:
         x += tl.load(dt_bias + h).to(tl.float32)
-        softplus = tl.where(x > 0, x, 0.0) + tl.log(1 + tl.exp(-tl.abs(x)))
-        x = -tl.exp(tl.load(a_log + h).to(tl.float32)) * softplus
+        x = -tl.exp(tl.load(a_log + h).to(tl.float32)) * softplus(x)
     x *= LOG2E
     return tl.where(x < SMALLEST, SMALLEST, x)
 
@@ -97,10 +98,7 @@ def _gated_delta_update(
     h = (program // blocks % HEADS).to(tl.int64)
     v = program % blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     k = tl.arange(0, KEY_BLOCK)
-    column = 0
-    if num_accepted is not None:
-        column = tl.minimum(tl.maximum(tl.load(num_accepted + n) - 1, 0), columns - 1)
-    page = tl.load(state_indices + n * columns + column).to(tl.int64)
+    page = first_page(state_indices, num_accepted, n, columns)
     live = (page >= 0) & (page < num_pages)
     inside = (v < VALUE_DIM)[:, None] & (k < KEY_DIM)[None, :]
     source = state_cells(
@@ -120,6 +118,7 @@ def _gated_delta_update(
     if ONE_TOKEN:
         tokens = 1
     row = out + (n * tokens * HEADS + h) * VALUE_DIM + v
+    tl.debug_barrier()  # the state is loaded by every thread before another one stores to it
     for t in range(tokens):
         q = tl.load(query, mask=k < KEY_DIM, other=0.0).to(tl.float32)
         kk = tl.load(key, mask=k < KEY_DIM, other=0.0).to(tl.float32)

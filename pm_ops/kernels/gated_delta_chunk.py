@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .common import find_sequence
 from .gated_delta import L2_EPS, decays, rates
+from .state import tokens_of
 
 CHUNK = tl.constexpr(64)
 
@@ -34,17 +34,16 @@ def chunk_of(query_start, slot, batch, num_tokens):
     `query_start[b] // 64 + b`.
     """
     b = find_sequence(query_start, slot, batch, CHUNK)
-    start = tl.load(query_start + b).to(tl.int64)
-    stop = tl.load(query_start + b + 1, mask=b < batch, other=0).to(tl.int64)
+    start, stop = tokens_of(query_start, b, batch, num_tokens)
     first = start + (slot - start // CHUNK - b).to(tl.int64) * CHUNK
-    return b, first, tl.minimum(stop, num_tokens) - first
+    return b, first, tl.where((b < batch) & (first >= start), stop - first, 0)
 
 
 @triton.jit
 def load_rows(x, first, row, exists, stride, d, dim_stride, DIM: tl.constexpr, DTYPE: tl.constexpr):
     """Rows `first + row` of one head, [rows, elements]; zeros where they or their elements do not exist.
 
-    Within a chunk offsets have 32 bits: see `near`.
+    Within a chunk offsets have 32 bits: see `common.near`.
     """
     at = row[:, None] * stride + d[None, :] * dim_stride
     mask = exists[:, None] & (d < DIM)[None, :]
@@ -105,8 +104,8 @@ def _gated_delta_chunks(
     KEY_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
-    h = tl.program_id(0).to(tl.int64)
-    _, first, count = chunk_of(query_start, tl.program_id(1), batch, num_tokens)
+    h = (tl.program_id(0) % HEADS).to(tl.int64)
+    _, first, count = chunk_of(query_start, tl.program_id(0) // HEADS, batch, num_tokens)
     if count <= 0:
         return
     i = tl.arange(0, CHUNK)
@@ -141,8 +140,3 @@ def _gated_delta_chunks(
     tl.store(weights + start + tile, tl.where(seen, w, 0.0).to(DTYPE), mask=exists[:, None])
     inverse = unit_lower_inverse(tl.where(i[:, None] > i[None, :], a, 0.0), PRECISION)
     tl.store(inverses + start + tile, (inverse * rate[None, :]).to(DTYPE), mask=exists[:, None])
-
-
-def near(x: Tensor) -> Tensor:
-    """Rows `[T, heads, dim]`, a chunk of which lies within 2^31 elements: a copy where they are further apart."""
-    return x if (CHUNK.value - 1) * x.stride(0) + x.shape[2] * x.stride(2) < 1 << 31 else x.contiguous()

@@ -14,18 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import TRITON_DTYPE, cdiv, next_power_of_2
+from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
 from .device import is_hopper, multiprocessors
 from .gated_delta import state_cells
-from .gated_delta_chunk import CHUNK, _gated_delta_chunks, load_rows, near
+from .gated_delta_chunk import CHUNK, _gated_delta_chunks, load_rows
 from .launch import Launch
 from .padding import zero_padding
+from .state import tokens_of
 
 if TYPE_CHECKING:
     from ..ops.gated_delta import GatedDeltaPrefill
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
+@triton.jit(do_not_specialize=["num_tokens", "batch", "num_pages"])
 def _gated_delta_scan(
     buffer,
     query,
@@ -42,6 +43,7 @@ def _gated_delta_scan(
     out,
     scale,
     num_tokens: tl.int64,
+    batch,
     num_pages: tl.int64,
     offset: tl.int64,
     page_stride: tl.int64,
@@ -66,8 +68,8 @@ def _gated_delta_scan(
     h = (tl.program_id(0) // blocks % HEADS).to(tl.int64)
     v = tl.program_id(0) % blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     k = tl.arange(0, KEY_BLOCK)
-    start = tl.load(query_start + b).to(tl.int64)
-    count = tl.minimum(tl.load(query_start + b + 1).to(tl.int64), num_tokens) - start
+    start, stop = tokens_of(query_start, b, batch, num_tokens)
+    count = stop - start
     if count <= 0:
         return
     page = tl.load(state_indices + b).to(tl.int64)
@@ -130,7 +132,7 @@ def gated_delta_prefill(a: GatedDeltaPrefill) -> Tensor:
     if batch == 0:
         return out.zero_()
     dtype = a.key.dtype if a.key.dtype == a.query.dtype == a.value.dtype else torch.float32
-    query, key, value = near(a.query), near(a.key), near(a.value)
+    query, key, value = (near(rows, CHUNK.value) for rows in (a.query, a.key, a.value))
     strides = tuple(x.stride() for x in (query, key, value, a.g, a.beta))
     chunks, scan = _launches(
         tokens, batch, (key_heads, key_dim, heads, value_dim), strides, tuple(a.state_plane), a.state_dtype, dtype,
@@ -179,7 +181,7 @@ def _launches(
     return (
         Launch(
             _gated_delta_chunks,
-            (heads, tokens // CHUNK.value + batch),
+            (heads * (tokens // CHUNK.value + batch),),
             (tokens, batch, query_strides, key_strides, g_strides, beta_strides),
             **shared,
             num_warps=4,
@@ -187,7 +189,7 @@ def _launches(
         Launch(
             _gated_delta_scan,
             (batch * heads * cdiv(value_dim, tile["VALUE_BLOCK"]),),
-            (tokens, num_pages, offset, page_stride, head_stride, query_strides, key_strides, value_strides),
+            (tokens, batch, num_pages, offset, page_stride, head_stride, query_strides, key_strides, value_strides),
             VALUE_FIRST=value_first,
             STATE_DTYPE=TRITON_DTYPE[state_dtype],
             VALUE_DIM=value_dim,

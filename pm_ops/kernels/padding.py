@@ -13,7 +13,7 @@ _PROGRAMS = 128
 
 @triton.jit(do_not_specialize=["batch"])
 def _zero_padding(out, query_start, batch, elements: tl.int64, row: tl.int64, BLOCK: tl.constexpr):
-    first = tl.load(query_start + batch).to(tl.int64) * row
+    first = tl.maximum(tl.load(query_start + batch).to(tl.int64), 0) * row
     for start in tl.range(first + tl.program_id(0) * BLOCK, elements, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(out + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < elements)

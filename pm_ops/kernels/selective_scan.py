@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import TRITON_DTYPE, cdiv, next_power_of_2
+from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
 from .launch import launch
-from .selective import silu, step_size
+from .state import silu, step_size, tokens_of
 
 if TYPE_CHECKING:
     from ..ops.selective import SelectiveScanPrefill
@@ -79,10 +79,8 @@ def _selective_scan_prefill(
     i = tl.arange(0, CHUNK)
     in_head = p < HEAD_DIM
     in_state = s < STATE_DIM
-    start = tl.load(query_start + b).to(tl.int64)
-    stop = tl.load(query_start + b + 1, mask=b < batch, other=0).to(tl.int64)
-    stop = tl.where(b < batch, stop, num_tokens)
-    if start == stop:
+    start, stop = tokens_of(query_start, b, batch, num_tokens)
+    if start >= stop:
         return
     page = tl.load(state_indices + b, mask=b < batch, other=-1).to(tl.int64)
     out += (start * HEADS + h) * HEAD_DIM
@@ -108,7 +106,7 @@ def _selective_scan_prefill(
     skip = 0.0
     if D is not None:
         skip = tl.load(D + h).to(tl.float32)
-    # Addresses are scalars that move on chunk by chunk, and 32-bit offsets from there, which spare registers
+    # Addresses are scalars that move on chunk by chunk, and 32-bit offsets from there, which spare registers (`near`)
     x += start * x_at[0] + h * x_at[1]
     dt += start * dt_at[0] + h * dt_at[1]
     B += start * B_at[0] + h // GROUP * B_at[1]
@@ -163,23 +161,24 @@ def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
     batch = a.state_indices.shape[0]
     most, stages = _FLOAT32 if a.x.element_size() == 4 else (_BLOCK_P, _STAGES)
     block_p = min(most, max(_LEAST, next_power_of_2(head_dim)))
+    x, dt, B, C, z = (None if rows is None else near(rows, _CHUNK) for rows in (a.x, a.dt, a.B, a.C, a.z))
     launch(
         _selective_scan_prefill,
         ((batch + 1) * heads * cdiv(head_dim, block_p),),
         a.buffer,
-        a.x,
-        a.dt,
+        x,
+        dt,
         a.A.contiguous(),
-        a.B,
-        a.C,
+        B,
+        C,
         None if a.D is None else a.D.contiguous(),
-        a.z,
+        z,
         None if a.dt_bias is None else a.dt_bias.contiguous(),
         out,
         a.query_start.contiguous(),
         a.state_indices.contiguous(),
         None if a.has_initial_state is None else a.has_initial_state.contiguous(),
-        *(None if rows is None else tuple(rows.stride()) for rows in (a.x, a.dt, a.B, a.C, a.z)),
+        *(None if rows is None else tuple(rows.stride()) for rows in (x, dt, B, C, z)),
         tokens,
         batch,
         a.state_plane[4],

@@ -5,16 +5,18 @@ A program has BLOCK_P rows of one head's state, and its tokens one after another
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import TRITON_DTYPE, cdiv, next_power_of_2
-from .launch import launch
-from .selective import first_page, silu, step_size
+from .launch import Launch
+from .state import first_page, silu, step_size
 
 if TYPE_CHECKING:
     from ..ops.selective import SelectiveStateUpdate
@@ -83,28 +85,34 @@ def _selective_state_update(
     skip = 0.0
     if D is not None:
         skip = tl.load(D + h).to(tl.float32)
-    x += n * x_at[0] + h * x_at[2] + p * x_at[3]
+    x += n * x_at[0] + h * x_at[2] + p.to(tl.int64) * x_at[3]
     dt += n * dt_at[0] + h * dt_at[2]
-    B += n * B_at[0] + h // GROUP * B_at[2] + s * B_at[3]
-    C += n * C_at[0] + h // GROUP * C_at[2] + s * C_at[3]
+    B += n * B_at[0] + h // GROUP * B_at[2] + s.to(tl.int64) * B_at[3]
+    C += n * C_at[0] + h // GROUP * C_at[2] + s.to(tl.int64) * C_at[3]
     if z is not None:
-        z += n * z_at[0] + h * z_at[2] + p * z_at[3]
+        z += n * z_at[0] + h * z_at[2] + p.to(tl.int64) * z_at[3]
     tl.debug_barrier()
     for t in range(TOKENS):
-        row = tl.load(x + t * x_at[1], mask=in_head, other=0.0).to(tl.float32)
-        b = tl.load(B + t * B_at[1], mask=in_state, other=0.0).to(tl.float32)
-        c = tl.load(C + t * C_at[1], mask=in_state, other=0.0).to(tl.float32)
-        step = step_size(tl.load(dt + t * dt_at[1]), bias, SOFTPLUS, dt_min, dt_max)
+        row = tl.load(x, mask=in_head, other=0.0).to(tl.float32)
+        b = tl.load(B, mask=in_state, other=0.0).to(tl.float32)
+        c = tl.load(C, mask=in_state, other=0.0).to(tl.float32)
+        step = step_size(tl.load(dt), bias, SOFTPLUS, dt_min, dt_max)
         state = state * tl.exp(step * rate) + (step * row)[:, None] * b[None, :]
         y = tl.sum(state * c[None, :], 1) + skip * row
         if z is not None:
-            y *= silu(tl.load(z + t * z_at[1], mask=in_head, other=0.0).to(tl.float32))
+            y *= silu(tl.load(z, mask=in_head, other=0.0).to(tl.float32))
         tl.store(to + t * (HEADS * HEAD_DIM), y.to(out.dtype.element_ty), mask=in_head)
         if PER_TOKEN:
             page = tl.load(state_indices + n * TOKENS + t).to(tl.int64)
             if (page >= 0) & (page < num_pages):
                 cell = (buffer + (offset + page * page_stride + h * head_stride)).to(tl.pointer_type(DTYPE))
                 tl.store(cell + inside, state.to(DTYPE), mask=mask)
+        x += x_at[1]
+        dt += dt_at[1]
+        B += B_at[1]
+        C += C_at[1]
+        if z is not None:
+            z += z_at[1]
     if not PER_TOKEN:
         tl.store(cell + inside, state.to(DTYPE), mask=mask)
 
@@ -114,44 +122,59 @@ def selective_state_update(a: SelectiveStateUpdate) -> Tensor:
     out = a.x.new_empty(a.x.shape)
     if out.numel() == 0:
         return out
-    several = a.x.dim() == 4
-    heads, head_dim = a.x.shape[-2:]
-    groups, state_dim = a.B.shape[-2:]
-    block_s = next_power_of_2(state_dim)
-    block_p = min(next_power_of_2(head_dim), max(1, _BYTES // a.state_dtype.itemsize // block_s))
-    launch(
-        _selective_state_update,
-        (a.x.shape[0] * heads * cdiv(head_dim, block_p),),
-        a.buffer,
-        a.x,
-        a.dt,
-        a.A.contiguous(),
-        a.B,
-        a.C,
-        None if a.D is None else a.D.contiguous(),
-        a.z,
-        None if a.dt_bias is None else a.dt_bias.contiguous(),
-        out,
-        a.state_indices.contiguous(),
-        None if a.num_accepted is None else a.num_accepted.contiguous(),
-        *(_strides(rows, several) for rows in (a.x, a.dt, a.B, a.C, a.z)),
-        a.state_plane[4],
-        *(a.state_plane[i] for i in (0, 1, 3)),
+    several, (groups, state_dim) = a.x.dim() == 4, a.B.shape[-2:]
+    run = _update_launch(
+        a.x.shape if several else (a.x.shape[0], 1, *a.x.shape[1:]),
+        groups,
+        state_dim,
+        tuple(_strides(rows, several) for rows in (a.x, a.dt, a.B, a.C, a.z)),
+        tuple(a.state_plane),
+        a.state_dtype,
+        a.state_indices.dim() == 2,
+        a.dt_softplus,
         a.dt_min,
         math.inf if a.dt_max is None else a.dt_max,
+    )
+    A, index = a.A.contiguous(), a.state_indices.contiguous()
+    D, dt_bias, accepted = (None if x is None else x.contiguous() for x in (a.D, a.dt_bias, a.num_accepted))
+    run(a.buffer, a.x, a.dt, A, a.B, a.C, D, a.z, dt_bias, out, index, accepted)
+    return out
+
+
+@functools.lru_cache(4096)
+def _update_launch(
+    rows: tuple[int, ...],
+    groups: int,
+    state_dim: int,
+    strides: tuple[tuple[int, ...] | None, ...],
+    plane: tuple[int, ...],
+    dtype: torch.dtype,
+    each_token: bool,
+    softplus: bool,
+    dt_min: float,
+    dt_max: float,
+) -> Launch:
+    """The launch of rows ``[N, T, heads, head_dim]``; the strides are of x, dt, B, C and z."""
+    sequences, tokens, heads, head_dim = rows
+    offset, page_stride, _, head_stride, num_pages = plane
+    block_s = next_power_of_2(state_dim)
+    block_p = min(next_power_of_2(head_dim), max(1, _BYTES // dtype.itemsize // block_s))
+    return Launch(
+        _selective_state_update,
+        (sequences * heads * cdiv(head_dim, block_p),),
+        (*strides, num_pages, offset, page_stride, head_stride, dt_min, dt_max),
         HEADS=heads,
         HEAD_DIM=head_dim,
         STATE_DIM=state_dim,
         GROUP=heads // groups,
-        TOKENS=a.x.shape[1] if several else 1,
-        PER_TOKEN=a.state_indices.dim() == 2,
-        SOFTPLUS=a.dt_softplus,
-        DTYPE=TRITON_DTYPE[a.state_dtype],
+        TOKENS=tokens,
+        PER_TOKEN=each_token,
+        SOFTPLUS=softplus,
+        DTYPE=TRITON_DTYPE[dtype],
         BLOCK_P=block_p,
         BLOCK_S=block_s,
         num_warps=max(1, min(8, block_p * block_s // _PER_WARP)),
     )
-    return out
 
 
 def _strides(rows: Tensor | None, several: bool) -> tuple[int, ...] | None:

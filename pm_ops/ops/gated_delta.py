@@ -98,7 +98,8 @@ class GatedDeltaPrefill:
 
     On CUDA tokens are taken 64 at a time. Sums are in float32; factors are rounded to the dtype of query, key and value
     if all have the same one of 16 bits, and are float32 (as products of three TF32 numbers) if not. A decay ``exp(g)``
-    below 2^-64 counts as 2^-64, in an update too.
+    below 2^-64 counts as 2^-64, in an update too. A NaN in key, value, g or beta makes the results of all 64
+    tokens NaN, also of those before it.
     """
 
     buffer: Tensor

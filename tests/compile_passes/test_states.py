@@ -12,6 +12,7 @@ from torch import Tensor
 
 import pm_ops
 from pm_ops.compile_passes import bind, page_major_backend
+from pm_ops.layout import Plane
 from pm_ops.testing import fill_random
 
 PAGES, LAYERS = 6, 2
@@ -170,6 +171,17 @@ def test_a_plane_of_tokens_is_no_state() -> None:
         bind(pool)
 
 
+def test_attention_caches_with_a_page_table_and_states_are_refused_together() -> None:
+    rows = pm_ops.page_major(1, 2, 8, 4, torch.float32)
+    state = Plane(0, "conv", rows.page_bytes, None, 12, (6, 3), torch.float32)
+    layout = pm_ops.PageLayout(4, rows.page_bytes + 72, (*rows.planes, state), "both")
+    pool = pm_ops.PagePool(layout, PAGES)
+    keys, states = [torch.zeros(2, 2, 12, 8)], {"conv": [torch.zeros(PAGES, 6, 3)]}
+    with pytest.raises(ValueError, match=r"\['conv'\] are addressed by page .* the BHSD key cache .* bind either"):
+        bind(pool, keys=keys, states=states)
+    assert pool.allocator.num_free == PAGES and not pool.buffer.any()
+
+
 def test_transformers_mamba_2_decodes_compiled_on_pages() -> None:
     """Its cache after a prefill, bound; the model reads whole states, so their reads are copies out of the pages."""
     transformers = pytest.importorskip("transformers")
@@ -197,3 +209,31 @@ def test_transformers_mamba_2_decodes_compiled_on_pages() -> None:
     for i, layer in enumerate(stock.layers):
         torch.testing.assert_close(pool.view(i, "conv"), layer.conv_states[0])
         torch.testing.assert_close(pool.view(i, "ssm"), layer.recurrent_states[0])
+
+
+def test_transformers_qwen3_next_decodes_compiled_with_its_states_on_pages() -> None:
+    """A hybrid model: its states are bound, and its attention caches stay its own."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3NextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=2, head_dim=16,
+        shared_expert_intermediate_size=16, num_experts_per_tok=1, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], initializer_range=0.3,
+    )  # fmt: skip
+    model = transformers.Qwen3NextForCausalLM(config).eval()
+    with torch.no_grad():
+        out = model(torch.randint(0, 64, (3, 9)), use_cache=True)
+        cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        stock = copy.deepcopy(cache)
+        states = {"conv": [cache.layers[0].conv_states[0]], "ssm": [cache.layers[0].recurrent_states[0]]}
+        shapes = {kind: (tuple(first.shape[1:]), first.dtype) for kind, (first,) in states.items()}
+        pool = pm_ops.PagePool(pm_ops.state_page([0], shapes, align=16), 3)
+        binding = bind(pool, states=states)
+        backend = page_major_backend(binding, inner="eager", on_unsupported_read="materialize")
+        compiled = torch.compile(model, backend=backend)
+        expected = model(token, use_cache=True, past_key_values=stock).logits
+        got = compiled(token, use_cache=True, past_key_values=cache).logits
+        torch.testing.assert_close(got, expected)
+    assert "2 writes and 0 reads rewritten, 2 materialized" in str(binding.report())
+    torch.testing.assert_close(pool.view(0, "conv"), stock.layers[0].conv_states[0])
+    torch.testing.assert_close(pool.view(0, "ssm"), stock.layers[0].recurrent_states[0])

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pm_ops.kernels import gated_delta_prefill as gated_delta_prefill_module
 from pm_ops.kernels.gated_delta import gated_delta_update
-from pm_ops.kernels.gated_delta_chunk import near as near_rows
 from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.ops.gated_delta import GatedDeltaUpdate
 from pm_ops.testing import writes_only
@@ -113,6 +112,11 @@ def test_prefill_at_lengths_around_its_chunks(device: str, options: dict[str, An
 
 
 @on_each_device
+def test_chunks_of_a_long_sequence(device: str) -> None:
+    check(prefill_case([1025], heads=(1, 1), dims=(3, 5)), device)
+
+
+@on_each_device
 def test_prefill_of_dims_that_take_several_blocks(device: str) -> None:
     check(prefill_case([3, 1, 66], heads=(1, 1), dims=(130, 72)), device)
     check(prefill_case([9], heads=(1, 1), dims=(72, 200), value_first=False), device)
@@ -166,12 +170,6 @@ def test_pages_that_no_pool_has_are_skipped(device: str) -> None:
             assert bool((run(far) == 0).all())
 
 
-def test_rows_too_far_apart_for_32_bits_within_a_chunk_are_copied() -> None:
-    for stride, copied_ in ((1 << 25, False), (1 << 26, True)):
-        rows = torch.empty_strided((2, 1, 3), (stride, 3, 1), device="meta")
-        assert (near_rows(rows) is not rows) == copied_ == near_rows(rows).is_contiguous()
-
-
 def test_few_heads_make_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what does not fit two stages or the registers makes narrower ones."""
     monkeypatch.setattr(gated_delta_prefill_module, "is_hopper", lambda device: device == "hopper")
@@ -202,6 +200,7 @@ def test_bf16_on_a_gpu(dims: tuple[int, int], state_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", [82, 83, 84])
 def test_offsets_past_two_to_the_31(slot: int) -> None:
     """48 layers of 540,672 fp32 elements a page; the last layer of pages around 2^31 elements."""

@@ -25,6 +25,7 @@ from state_cases import (
 from torch import Tensor
 
 import pm_ops
+from pm_ops.kernels.common import near as near_rows
 from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
 from pm_ops.kernels.selective_scan import selective_scan_prefill
 from pm_ops.kernels.selective_update import selective_state_update
@@ -102,6 +103,40 @@ def test_selective_update(options: dict[str, Any], device: str) -> None:
 def test_selective_prefill(options: dict[str, Any], device: str) -> None:
     check(ssm_prefill([1, 7, 64, 0, 65, 63], heads=(2, 1), **options), device)
     check(ssm_prefill([130], dims=(70, 9), heads=(2, 2), **options), device)
+
+
+@on_each_device
+def test_chunks_of_long_sequences(device: str) -> None:
+    check(conv_prefill([1025, 1026], dim=3, bias=False, silu=False), device)
+    check(ssm_prefill([1025], heads=(1, 1), dims=(3, 5), gate=False), device)
+
+
+@on_each_device
+def test_infinite_steps_are_limited_as_on_the_cpu(device: str) -> None:
+    for case in (ssm_update(2), ssm_prefill([40])):
+        case.dt[0, 0], case.dt[1, 1] = -torch.inf, torch.inf
+        check(case, device)
+
+
+def test_rows_too_far_apart_for_32_bits_within_a_chunk_are_copied() -> None:
+    for stride, copied_ in ((1 << 24, False), (1 << 26, True)):
+        for shape in ((2, 1, 3), (2, 3)):
+            rows = torch.empty_strided(shape, (stride, *((3, 1)[-len(shape) + 1 :])), device="meta")
+            assert (near_rows(rows, 64) is not rows) == copied_ == near_rows(rows, 64).is_contiguous()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+def test_strides_past_32_bits() -> None:
+    """Of the rows of a chunk, and of an update's elements and tokens. Of 4 GiB, memory is taken for a few pages."""
+    chunk = ssm_prefill([17], skip=False, padding=0, heads=(1, 1), dtype=F16, gate=False)
+    check(replace(chunk, x=spaced(chunk.x, (1 << 27, 12, 1))), "cpu")
+    update = ssm_update(1, 3, heads=(1, 1), dims=(5, 3), dtype=F16, gate=False)
+    check(replace(update, x=spaced(update.x, (1, 1, 1, 1 << 29))), "cpu")
+    check(replace(update, dt=spaced(update.dt, (1, 1 << 30, 1))), "cpu")
+
+
+def spaced(rows: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(rows.shape, strides, dtype=rows.dtype).copy_(rows)
 
 
 @pytest.mark.gpu
