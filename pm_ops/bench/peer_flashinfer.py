@@ -17,12 +17,8 @@ from .work import AttentionWork, RopeWork, StoreWork
 _WORKSPACE = 256 << 20
 
 
-class FlashInfer(Implementation):
-    """The decode wrapper, on tensor cores for grouped heads; the prefill wrapper for the rest; their sink variant."""
-
-    name = "flashinfer"
-    kinds = ATTENTION | STORE | ROPE
-    scope = "it has no kernel that copies pages or moves tokens"
+class FlashInferPeer(Implementation):
+    """The package, as it is installed, and a workspace for its wrappers."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("flashinfer") is None:
@@ -31,11 +27,25 @@ class FlashInfer(Implementation):
             self._module = importlib.import_module("flashinfer")
         except Exception as error:  # whatever another project does while it loads
             raise Missing(f"flashinfer does not import: {type(error).__name__}: {error}") from error
-        self._workspace: Tensor | None = None
+        self._memory: Tensor | None = None
 
     def version(self) -> str:
         """The package's."""
         return str(self._module.__version__)
+
+    def workspace(self, device: torch.device) -> Tensor:
+        """Made by the first call that needs it."""
+        if self._memory is None:
+            self._memory = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+        return self._memory
+
+
+class FlashInfer(FlashInferPeer):
+    """The decode wrapper, on tensor cores for grouped heads; the prefill wrapper for the rest; their sink variant."""
+
+    name = "flashinfer"
+    kinds = ATTENTION | STORE | ROPE
+    scope = "it has no kernel that copies pages or moves tokens"
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """Plan, and bind ``run``."""
@@ -44,8 +54,6 @@ class FlashInfer(Implementation):
             raise Unsupported("its kernels take head dims that are multiples of 64")
         if s.head_dim != s.value_dim and memory.key.stride() != memory.value.stride():
             raise Unsupported("its kernels take K and V with equal strides")
-        if self._workspace is None:
-            self._workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=work.query.device)
         pages = [-(-n // memory.page_size) for n in s.seq_lens]
         host = torch.tensor([[sum(pages[:b]) for b in range(len(pages) + 1)]], dtype=torch.int32)[0]
         ids = torch.cat([work.page_table[b, :count] for b, count in enumerate(pages)])
@@ -65,7 +73,7 @@ class FlashInfer(Implementation):
     ) -> Callable[[Tensor], Tensor]:
         s = work.shape
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=s.q_heads > s.kv_heads
+            self.workspace(work.query.device), "NHD", use_tensor_cores=s.q_heads > s.kv_heads
         )
         wrapper.plan(*indices, s.q_heads, s.kv_heads, s.head_dim, memory.page_size, **options)
         scales = dict(k_scale=s.scales[0], v_scale=s.scales[1]) if s.kv_dtype != s.dtype else {}
@@ -78,10 +86,10 @@ class FlashInfer(Implementation):
         if s.kv_dtype != s.dtype:
             raise Unsupported("an fp8 cache with a query of another dtype is measured with its decode wrapper only")
         if work.sinks is None:
-            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(self.workspace(work.query.device), "NHD")
         else:
             wrapper = self._module.BatchAttentionWithAttentionSinkWrapper(
-                self._workspace, "NHD", head_dim_qk=s.head_dim, head_dim_vo=s.value_dim, **options
+                self.workspace(work.query.device), "NHD", head_dim_qk=s.head_dim, head_dim_vo=s.value_dim, **options
             )
             extra = (work.sinks.float(), s.head_dim**-0.5)
         wrapper.plan(

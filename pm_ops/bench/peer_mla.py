@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ from torch import Tensor
 from .implementation import LATENT, Bound, Implementation, Missing, Unsupported
 from .loading import import_module, version, vllm_library
 from .memory import Memory
+from .peer_flashinfer import FlashInferPeer
 from .work import AttentionWork
 
 _LIBRARY = "_flashmla_C.abi3.so"
-_WORKSPACE = 256 << 20
 _SCOPE = "only its latent attention is measured under this name"
 
 
@@ -97,35 +95,20 @@ class VLLMLatent(Implementation):
         return Bound(run, out)
 
 
-class FlashInferLatent(Implementation):
+class FlashInferLatent(FlashInferPeer):
     """``BatchMLAPagedAttentionWrapper``, planned ahead of the call."""
 
     name = "flashinfer_mla"
     kinds = LATENT
     scope = _SCOPE
 
-    def __init__(self) -> None:
-        if importlib.util.find_spec("flashinfer") is None:
-            raise Missing("flashinfer is not installed")
-        try:
-            self._module = importlib.import_module("flashinfer")
-        except Exception as error:  # whatever another project does while it loads
-            raise Missing(f"flashinfer does not import: {type(error).__name__}: {error}") from error
-        self._workspace: Tensor | None = None
-
-    def version(self) -> str:
-        """The package's."""
-        return str(self._module.__version__)
-
     def latent(self, work: AttentionWork, memory: Memory) -> Bound:
         """Plan, and bind ``run``; the latent and the rest of the key are slices of one row."""
         s, device = work.shape, work.query.device
-        if self._workspace is None:
-            self._workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
         pages = [-(-n // memory.page_size) for n in s.seq_lens]
         starts = torch.tensor([sum(pages[:b]) for b in range(len(pages) + 1)], dtype=torch.int32, device=device)
         ids = torch.cat([work.page_table[b, :count] for b, count in enumerate(pages)])
-        wrapper = self._module.mla.BatchMLAPagedAttentionWrapper(self._workspace)
+        wrapper = self._module.mla.BatchMLAPagedAttentionWrapper(self.workspace(device))
         dims = (s.value_dim, s.head_dim - s.value_dim)
         wrapper.plan(
             work.query_start, starts, ids, work.seq_lens, s.q_heads, *dims, memory.page_size, True,

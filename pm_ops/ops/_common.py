@@ -150,6 +150,16 @@ def require_indices(name: str, index: Tensor, device: torch.device, dim: int = 1
     require_device(name, index, device)
 
 
+def require_query_start(query_start: Tensor, batch: int | torch.SymInt, device: torch.device) -> None:
+    """Where each of ``batch`` sequences begins in rows one behind the other, and where the last one ends."""
+    require_indices("query_start", query_start, device)
+    starts = query_start.shape[0]
+    require(
+        starts == batch + 1,
+        lambda: f"query_start has {starts} entries for {batch} sequences; it needs one more than those",
+    )
+
+
 def page_ids(pages: Tensor | Iterable[int]) -> list[int]:
     """Page ids as a list, for the host. Raises ValueError for what is no list of integers: nothing is rounded."""
     if isinstance(pages, Tensor):

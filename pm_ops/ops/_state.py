@@ -33,6 +33,7 @@ from ._common import (
     require_in_range,
     require_indices,
     require_plane,
+    require_query_start,
     require_values,
 )
 
@@ -103,12 +104,8 @@ def require_sequences(query_start: Tensor, state_indices: Tensor, has_initial_st
     """``query_start [B + 1]``, ``state_indices [B]`` and ``has_initial_state [B]`` bool fit one another."""
     device = state_indices.device
     require_indices("state_indices", state_indices, device)
-    require_indices("query_start", query_start, device)
-    starts, batch = query_start.shape[0], state_indices.shape[0]
-    require(
-        starts == batch + 1,
-        lambda: f"query_start has {starts} entries for {batch} sequences; it needs one more than those",
-    )
+    batch = state_indices.shape[0]
+    require_query_start(query_start, batch, device)
     if has_initial_state is not None:
         if has_initial_state.dtype != torch.bool or has_initial_state.dim() != 1:
             raise ValueError(f"has_initial_state must be a 1-D bool tensor, got {describe(has_initial_state)}")

@@ -23,6 +23,7 @@ from ._common import (
     require_indices,
     require_no_grad,
     require_plane,
+    require_query_start,
     require_scale,
     require_scale_plane,
     require_values,
@@ -318,12 +319,7 @@ def require_batch(a: Batch) -> None:
             lambda: f"{tokens} query tokens for {batch} sequences; without query_start all have equally many",
         )
     else:
-        require_indices("query_start", a.query_start, device)
-        starts = a.query_start.shape[0]
-        require(
-            starts == batch + 1,
-            lambda: f"query_start has {starts} entries for {batch} sequences; it needs one more than those",
-        )
+        require_query_start(a.query_start, batch, device)
 
 
 def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
