@@ -7,7 +7,7 @@ rounds bf16 and fp8 wrongly, so there those dtypes are only read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import oracle
@@ -111,6 +111,12 @@ def moved_with_strides(x: Tensor, device: str | torch.device) -> Tensor:
     """A slice stays a slice; ``Tensor.to`` would make it contiguous on another device."""
     storage = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(device)
     return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def on(a: Any, device: str) -> Any:
+    """An operator's arguments, a dataclass, with its tensors on this device."""
+    tensors = {f.name: getattr(a, f.name) for f in fields(a)}
+    return replace(a, **{k: moved_with_strides(v, device) for k, v in tensors.items() if isinstance(v, Tensor)})
 
 
 def scattered_table(lens: Sequence[int], page_size: int, num_pages: int, *, tail: int, width: int = 0) -> Tensor:

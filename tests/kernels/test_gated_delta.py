@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from gated_delta_cases import (
     states_of,
     update_case,
 )
-from kernels.cases import moved_with_strides, on_each_device
+from kernels.cases import on, on_each_device
 from state_cases import BF16, F16, F32, copied
 from torch import Tensor
 
@@ -32,11 +32,6 @@ TOLERANCE = {F32: 5e-5, F16: 4e-3, BF16: 2e-2}
 
 def run(a: Call) -> Tensor:
     return gated_delta_update(a) if isinstance(a, GatedDeltaUpdate) else gated_delta_prefill(a)
-
-
-def on(a: Any, device: str) -> Any:
-    tensors = {f.name: getattr(a, f.name) for f in fields(a)}
-    return replace(a, **{k: moved_with_strides(v, device) for k, v in tensors.items() if isinstance(v, Tensor)})
 
 
 def check(case: Call, device: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kernels.cases import moved_with_strides, on_each_device
+from kernels.cases import on, on_each_device
 from state_cases import (
     BF16,
     F16,
@@ -43,12 +43,6 @@ def run(a: Call) -> Tensor:
     if isinstance(a, Conv1dPrefill):
         return conv1d_prefill(a)
     return selective_state_update(a) if isinstance(a, SelectiveStateUpdate) else selective_scan_prefill(a)
-
-
-def on(a: Any, device: str) -> Any:
-    tensors = {f.name: getattr(a, f.name) for f in fields(a)}
-    moved = {k: moved_with_strides(v, device) for k, v in tensors.items() if isinstance(v, Tensor)}
-    return replace(a, **moved)
 
 
 def check(case: Call, device: str) -> None:

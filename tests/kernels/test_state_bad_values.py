@@ -14,8 +14,7 @@ import pytest
 import torch
 from gated_delta_cases import owned_bytes as gated_delta_bytes
 from gated_delta_cases import prefill_case, update_case
-from kernels.cases import on_each_device
-from kernels.test_state import on
+from kernels.cases import on, on_each_device
 from state_cases import F16, conv_prefill, conv_update, copied, owned_bytes, ssm_prefill, ssm_update
 from torch import Tensor
 

@@ -29,24 +29,11 @@ from vllm_engine import (
     pools,
     random_prompts,
     save_tiny,
-    tiny_llama,
     tokens,
 )
 
 from pm_ops.adapters.vllm.host_connector import HostStats, PageHostConnector
 from pm_ops.adapters.vllm.host_settings import number_of_pages, require_supported
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def stock(model: Path) -> list[list[int]]:
-    with engine(model, skip_tokenizer_init=True) as llm:
-        assert_depends_on_context(llm, PREFIXES[3])
-        return tokens(generate(llm, PREFIXES))
 
 
 @contextmanager

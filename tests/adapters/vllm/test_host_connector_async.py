@@ -13,25 +13,13 @@ from delayed import Stream, broken_copies
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.request import RequestStatus
-from vllm_engine import FULL, PREFIXES, assert_depends_on_context, engine, generate, host_tier, tiny_llama, tokens
+from vllm_engine import FULL, PREFIXES, engine, generate, host_tier, tokens
 
 from pm_ops import transfer_plan, transfer_queue
 from pm_ops.adapters.vllm.host_transfers import Moved
 from pm_ops.copy_engine import copy_runs
 
 HOW = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def stock(model: Path) -> list[list[int]]:
-    with engine(model, skip_tokenizer_init=True) as llm:
-        assert_depends_on_context(llm, PREFIXES[3])
-        return tokens(generate(llm, PREFIXES))
 
 
 @pytest.fixture(autouse=True)

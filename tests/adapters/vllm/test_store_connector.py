@@ -17,22 +17,10 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm_engine import FRESH, FULL, PREFIXES, assert_depends_on_context, engine, generate, tiny_llama, tokens
+from vllm_engine import FRESH, FULL, PREFIXES, engine, generate, tokens
 
 from pm_ops import PageStore
 from pm_ops.adapters.vllm.store_connector import PageStoreConnector, Prompt
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def stock(model: Path) -> list[list[int]]:
-    with engine(model, skip_tokenizer_init=True) as llm:
-        assert_depends_on_context(llm, PREFIXES[3])
-        return tokens(generate(llm, PREFIXES))
 
 
 def transfer(options: dict[str, Any]) -> KVTransferConfig:
