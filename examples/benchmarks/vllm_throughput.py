@@ -10,8 +10,10 @@ started at once and take turns, so that what disturbs the machine disturbs all o
     stock, FLASH_ATTN, TRITON_ATTN, ...      vLLM, with the attention of its own choice, or with this one
     pm_ops, pm_ops:triton, pm_ops:fa3        pm_ops with impl auto or this one
     pm_ops:auto:BLNHC                        and on this layout
-    ...+v1  +eager  +full  +fp8              with model runner V1, without graphs and compilation, with graphs of all
-                                             batches instead of decodes alone, with an fp8 cache
+    ...+v1  +eager  +full  +fp8  +rope       with model runner V1, without graphs and compilation, with graphs of all
+                                             batches instead of decodes alone, with an fp8 cache, with `fuse_rope`
+
+An engine whose cache is too small for all of a workload's sequences at a time sits it out.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ WORKLOADS = {
     "16 x 16384": (16, 16384, 128),
     "48 x 16384": (48, 16384, 64),
     "batch 1": (1, 1024, 128),
+    "batch 16": (16, 1024, 128),
     "batch 256": (256, 512, 64),
 }
 """Sequences, tokens of each prompt, and tokens to generate."""
@@ -52,7 +55,9 @@ def start(engine: str, options: argparse.Namespace) -> Any:
 
     real_weights()
     kind, *rest = name.split(":")
-    entry = dict(zip(("impl", "layout"), rest, strict=False)) if kind == "pm_ops" else None
+    entry: dict[str, Any] = dict(zip(("impl", "layout"), rest, strict=False))
+    if "rope" in features:
+        entry["fuse_rope"] = True
     longest = max(prompt + more for _, prompt, more in (WORKLOADS[w] for w, _ in options.workloads))
     graphs = {"cudagraph_capture_sizes": GRAPHS} | ({"cudagraph_mode": "FULL"} if "full" in features else {})
     heads = options.hidden // 128
@@ -74,14 +79,27 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         max_model_len=longest + 16,
         max_num_seqs=256,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=int(options.kv_gib * 2**30),
+        kv_cache_memory_bytes=int(kv_gib(engine, options) * 2**30),
         gpu_memory_utilization=0.05,  # of what is free at the start; the line above says how large the cache is
         enforce_eager="eager" in features,
         compilation_config={} if "eager" in features else graphs,
         attention_config={} if kind in ("pm_ops", "stock") else {"backend": kind},
-        additional_config={} if entry is None else {"pm_ops": entry},
+        additional_config={"pm_ops": entry} if kind == "pm_ops" else {},
         **({"kv_cache_dtype": "fp8"} if "fp8" in features else {}),
     )
+
+
+def kv_gib(engine: str, options: argparse.Namespace) -> float:
+    """Of this engine's cache."""
+    given = options.kv_gib
+    return float(given[min(options.engines.index(engine), len(given) - 1)])
+
+
+def fits(engine: str, workload: str, options: argparse.Namespace) -> bool:
+    """Whether the engine's cache has room for all of a workload's sequences."""
+    count, prompt, more = WORKLOADS[workload]
+    token = options.layers * max(options.hidden // 128 // 4, 1) * 128 * 2 * (1 if "fp8" in engine.split("+") else 2)
+    return count * (prompt + more) * token <= kv_gib(engine, options) * 2**30
 
 
 def prompts_of(count: int, length: int, prefix: int) -> list[list[int]]:
@@ -216,7 +234,13 @@ def main() -> None:
         help=f"any of {', '.join(WORKLOADS)}; NAME=3: with 3 repetitions (default: tokens, 64 x 1024)",
     )
     parser.add_argument("--repetitions", type=int, default=5, help="of each workload (default: %(default)s)")
-    parser.add_argument("--kv-gib", type=float, default=38, help="of each engine's cache (default: %(default)s)")
+    parser.add_argument(
+        "--kv-gib",
+        type=float,
+        nargs="+",
+        default=[38],
+        help="of each engine's cache, the last one of all others (default: 38)",
+    )
     parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=4096, help="hidden size, of heads of 128 (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm_throughput")
@@ -248,10 +272,11 @@ def run(engines: list[Engine], options: argparse.Namespace) -> None:
             report["tokens"] = compare_tokens(engines, shape)
             print(json.dumps(report["tokens"], indent=1), flush=True)
         else:
-            for engine in engines:
+            able = [engine for engine in engines if fits(engine.name, workload, options)]
+            for engine in able:
                 engine.run(min(shape[0], 2), shape[1], 4, prefix=99)  # what is compiled at the first call
-            results = report["workloads"][workload] = measure(engines, shape, repetitions or options.repetitions)
-            print(table({workload: results}, engines[0].name), flush=True)
+            results = report["workloads"][workload] = measure(able, shape, repetitions or options.repetitions)
+            print(table({workload: results}, able[0].name), flush=True)
         (options.out / "vllm_throughput.json").write_text(json.dumps(report, indent=1))
 
 
