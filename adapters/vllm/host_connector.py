@@ -20,16 +20,11 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from .host_settings import ALL, NAME, bytes_of_page, number_of_pages, require_supported, window_of
+from .host_settings import ALL, NAME, number_of_pages, require_supported, window_of
 from .host_transfers import HostTransfers, Moved, Moves, logger
-from .layout import page_pools
+from .layout import bytes_of_page, page_pools
 from .page_index import Page, PageIndex
-from .tracking import Tracked, filled, settings_of
-
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # this vLLM counts all connectors' hits together
-    CacheHitSource = None
+from .tracking import Tracked, filled, hit_source, settings_of
 
 
 @dataclass
@@ -91,7 +86,7 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     requires_kv_delivery = False  # what is lost is computed
-    _cache_hit_source = CacheHitSource.HOST if CacheHitSource is not None else None
+    _cache_hit_source = hit_source("HOST")
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -56,7 +56,7 @@ def _refuse(config: Any, settings: Settings) -> None:
         )
     named = requested = envs.VLLM_KV_CACHE_LAYOUT
     if hooks.generation() == hooks.PACKED:
-        packed.refuse(config, settings)
+        packed.refuse(settings)
         requested = packed.NAMES.get(named, named)
     if requested is not None and requested != settings.engine_layout:
         raise ValueError(
