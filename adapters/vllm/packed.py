@@ -114,13 +114,13 @@ def _check_states(layer: str, spec: Any, tensor: Any) -> None:
                 f"pm_ops: {layer} keeps states of {dtype}, which cannot lie {tensor.offset} bytes into blocks of "
                 f"{tensor.block_stride}; run this model without pm_ops"
             )
-        elements = tensor.size // dtype.itemsize
-        if spec.mamba_type.name == "MAMBA1" and elements > MAMBA1_ELEMENTS:
-            raise RuntimeError(
-                f"pm_ops: {layer} is a Mamba-1 layer, whose scan in vLLM addresses states by 32 bits, and a cache of "
-                f"{tensor.size} bytes in one buffer has {elements} elements of {dtype}; make it smaller "
-                f"(kv_cache_memory_bytes={MAMBA1_ELEMENTS * dtype.itemsize}), or run this model without pm_ops"
-            )
+    scanned = spec.dtypes[-1]
+    if spec.mamba_type.name == "MAMBA1" and tensor.size > MAMBA1_ELEMENTS * scanned.itemsize:
+        raise RuntimeError(
+            f"pm_ops: {layer} is a Mamba-1 layer, whose scan in vLLM counts elements by 32 bits, too few of {scanned} "
+            f"for a cache of {tensor.size} bytes in one buffer; make it smaller "
+            f"(kv_cache_memory_bytes={MAMBA1_ELEMENTS * scanned.itemsize}), or run this model without pm_ops"
+        )
 
 
 def place_states(config: Any, layers: dict[str, Any]) -> None:
