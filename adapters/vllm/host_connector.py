@@ -80,9 +80,10 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     restored is dropped, and vLLM's ``kv_load_failure_policy`` says whether its request fails or is computed.
 
     After new weights were loaded, ``reset_prefix_cache(reset_connector=True)`` forgets both caches; but while blocks
-    are on their way to the host they are in use, until a later step tells that they have arrived. Then it returns
-    False, and the engine's own cache stays; with ``reset_running_requests=True``, as in ``LLM.sleep()``, it raises
-    RuntimeError, and both stay. Step the engine until ``has_pending_push_work()`` is False, and reset it then.
+    are on their way to the host they are in use, until a later step tells that they have arrived: the scheduler empties
+    the engine's cache before it calls a connector, and hears of workers in steps alone. Then it returns False, and the
+    engine's own cache stays; with ``reset_running_requests=True``, as in ``LLM.sleep()``, it raises RuntimeError, and
+    both stay. Step the engine until ``has_pending_push_work()`` is False, and reset it then.
     """
 
     requires_kv_delivery = False  # what is lost is computed

@@ -126,8 +126,8 @@ def _refuse_on_gpu(config: Any, settings: Settings) -> None:
         )
     if settings.hybrid_blocks != "aligned":
         raise ValueError(
-            f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is not supported on a GPU, where vLLM aligns attention "
-            "blocks with states; leave it out"
+            f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is not supported on a GPU: vLLM 0.26 plans pages of one "
+            "size for all layers, and newer ones have not run there; leave it out"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):  # newer versions have no such thing
         raise ValueError(
