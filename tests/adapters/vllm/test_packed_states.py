@@ -79,10 +79,11 @@ def test_states_move_to_their_page_of_their_block_for_all_who_hold_them() -> Non
     assert [(cache.stride(), cache.storage_offset()) for cache in attention] == before
 
 
-def test_blocks_are_zeroed_whole_and_no_other() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_blocks_are_zeroed_whole_and_no_other(device: str) -> None:
     layout = PageLayout(1, 48, (Plane(0, "ssm", 8, None, 12, (2, 3), torch.float32),), "packed")
-    pool = PagePool(layout, 6)
-    pool.buffer.random_(1, 256, generator=torch.Generator().manual_seed(0))
+    pool = PagePool(layout, 6, device=device)
+    pool.buffer.random_(1, 256)
     expected = pool.pages.clone()
     expected[[1, 4]] = 0
     BlockZeroer(pool).zero_block_ids([4, 1])
