@@ -30,7 +30,9 @@ class Settings:
             also for steps in which most keys of some sequence are new.
         hybrid_blocks: of models with state layers. ``"aligned"``: vLLM makes attention blocks as large as a layer's
             state, many hundred tokens. ``"small"``: they stay at the block size that was asked for, and several layers
-            share a block; prefixes are found in smaller steps, and short sequences waste less.
+            share a block; prefixes are found in smaller steps, and short sequences waste less. On the CPU alone: vLLM
+            0.26 plans pages of one size for all layers, and as many in every group's block, so that blocks of other
+            layers' pages would need a planner in place of its own; newer ones plan them, but have not run on a GPU yet.
         fuse_rope: rotary embedding, QK-norm and cache write of a layer in one launch, see
             :mod:`pm_ops.adapters.vllm.rope`. ``True`` warns of layers that stay as they are, ``"strict"`` stops there.
     """

@@ -45,7 +45,8 @@ def examine() -> dict[str, Any]:
 
     able = {what: bool(getattr(backend, question)()) for what, question in FEATURES.items()}
     packed = generation == hooks.PACKED
-    layouts, states = (("page_major", *ORDERS), "refused") if packed else (LAYOUTS, "not BHLNC")
+    layouts = ("page_major", *ORDERS) if packed else LAYOUTS
+    states = "all of them" if packed else "not BHLNC"
     notes = [
         f"hooks: all {len(hooks.needed(device))} present",
         f"layouts: {', '.join(layouts)}; models with state layers: {states}",

@@ -24,7 +24,6 @@ _KV = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 STORE_CONNECTOR = {
     "KV connector": f"{_KV}:KVConnectorBase_V1",
     "talk of workers and scheduler": f"{_KV}:KVConnectorHandshakeMetadata",
-    "cache hit sources": "vllm.v1.metrics.cache_hit_source:CacheHitSource.DISK",
     "full attention": "vllm.v1.kv_cache_interface:FullAttentionSpec",
 }
 """What :mod:`pm_ops.adapters.vllm.store_connector` needs."""
@@ -51,6 +50,7 @@ GENERATIONS = {
         "layers of a cache": "vllm.v1.kv_cache_interface:KVCacheTensor.__dataclass_fields__.shared_by",
         "place in a block": "vllm.v1.kv_cache_interface:KVCacheTensor.__dataclass_fields__.offset",
         "strides of a backend": "vllm.v1.attention.backend:AttentionBackend.get_kv_cache_stride_order",
+        "zeroing of blocks": "vllm.v1.worker.utils:KVBlockZeroer.zero_block_ids",
     },
 }
 """What a generation needs besides."""

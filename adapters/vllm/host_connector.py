@@ -20,16 +20,11 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from .host_settings import ALL, NAME, bytes_of_page, number_of_pages, require_supported, window_of
+from .host_settings import ALL, NAME, number_of_pages, require_supported, window_of
 from .host_transfers import HostTransfers, Moved, Moves, logger
-from .layout import page_pools
+from .layout import bytes_of_page, page_pools
 from .page_index import Page, PageIndex
-from .tracking import Tracked, filled, settings_of
-
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # this vLLM counts all connectors' hits together
-    CacheHitSource = None
+from .tracking import Tracked, filled, hit_source, settings_of
 
 
 @dataclass
@@ -85,13 +80,14 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
     restored is dropped, and vLLM's ``kv_load_failure_policy`` says whether its request fails or is computed.
 
     After new weights were loaded, ``reset_prefix_cache(reset_connector=True)`` forgets both caches; but while blocks
-    are on their way to the host they are in use, until a later step tells that they have arrived. Then it returns
-    False, and the engine's own cache stays; with ``reset_running_requests=True``, as in ``LLM.sleep()``, it raises
-    RuntimeError, and both stay. Step the engine until ``has_pending_push_work()`` is False, and reset it then.
+    are on their way to the host they are in use, until a later step tells that they have arrived: the scheduler empties
+    the engine's cache before it calls a connector, and hears of workers in steps alone. Then it returns False, and the
+    engine's own cache stays; with ``reset_running_requests=True``, as in ``LLM.sleep()``, it raises RuntimeError, and
+    both stay. Step the engine until ``has_pending_push_work()`` is False, and reset it then.
     """
 
     requires_kv_delivery = False  # what is lost is computed
-    _cache_hit_source = CacheHitSource.HOST if CacheHitSource is not None else None
+    _cache_hit_source = hit_source("HOST")
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

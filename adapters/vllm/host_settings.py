@@ -22,13 +22,6 @@ def window_of(spec: Any) -> int:
     return -(-reach // spec.block_size)
 
 
-def bytes_of_page(kv_cache_config: Any) -> int:
-    """Of a block, all layers. Where the worker is to pack the blocks (vLLM 0.26), the plan has a tensor a layer."""
-    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
-    strides: set[int] = {tensor.block_stride for tensor in tensors}
-    return max(strides) if all(strides) else sum(tensor.size for tensor in tensors) // blocks
-
-
 def number_of_pages(options: dict[str, Any], page_bytes: int) -> int:
     """The size that was asked for. Raises ValueError for what cannot be one."""
     try:

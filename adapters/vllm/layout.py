@@ -129,6 +129,13 @@ def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]
     return pools
 
 
+def bytes_of_page(kv_cache_config: Any) -> int:
+    """Of a block, all layers. Where the worker is to pack the blocks (vLLM 0.26), the plan has a tensor a layer."""
+    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    strides: set[int] = {tensor.block_stride for tensor in tensors}
+    return max(strides) if all(strides) else sum(tensor.size for tensor in tensors) // blocks
+
+
 def _layers_of(tensor: Any) -> list[str]:
     """The layers that a ``KVCacheTensor`` is for; ``shared_by`` is its name in vLLM 0.26."""
     layers: list[str] = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by

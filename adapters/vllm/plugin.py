@@ -56,7 +56,7 @@ def _refuse(config: Any, settings: Settings) -> None:
         )
     named = requested = envs.VLLM_KV_CACHE_LAYOUT
     if hooks.generation() == hooks.PACKED:
-        packed.refuse(config, settings)
+        packed.refuse(settings)
         requested = packed.NAMES.get(named, named)
     if requested is not None and requested != settings.engine_layout:
         raise ValueError(
@@ -126,8 +126,8 @@ def _refuse_on_gpu(config: Any, settings: Settings) -> None:
         )
     if settings.hybrid_blocks != "aligned":
         raise ValueError(
-            f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is not supported on a GPU, where vLLM aligns attention "
-            "blocks with states; leave it out"
+            f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is not supported on a GPU: vLLM 0.26 plans pages of one "
+            "size for all layers, and newer ones have not run there; leave it out"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):  # newer versions have no such thing
         raise ValueError(

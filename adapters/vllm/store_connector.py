@@ -29,13 +29,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pm_ops import PageLayout, PagePool, PageStore
 
 from .config import Settings
-from .layout import page_pools
-from .tracking import Tracked, filled, settings_of
+from .layout import bytes_of_page, page_pools
+from .tracking import Tracked, filled, hit_source, settings_of
 
 logger = init_logger("vllm.pm_ops.store")
 OPTIONS = ("folder", "max_bytes", "model")
@@ -91,7 +90,7 @@ class PageStoreConnector(KVConnectorBase_V1):
     """
 
     requires_kv_delivery = False  # what is lost is computed
-    _cache_hit_source = CacheHitSource.DISK
+    _cache_hit_source = hit_source("DISK")
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -102,7 +101,7 @@ class PageStoreConnector(KVConnectorBase_V1):
         folder = Path(options["folder"]) / hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:32]
         model = options.get("model") or vllm_config.model_config.model
         max_bytes = int(options.get("max_bytes", MAX_BYTES))
-        block_bytes = max(tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors)
+        block_bytes = bytes_of_page(kv_cache_config)
         if max_bytes < 2 * block_bytes:
             raise ValueError(
                 f"PageStoreConnector: max_bytes={max_bytes}, and one block of {self.page_size} tokens is {block_bytes} "
@@ -185,7 +184,7 @@ class PageStoreConnector(KVConnectorBase_V1):
         """Place this step's blocks."""
         assert self.pool is not None
         for block, page in self._get_connector_metadata().loads:
-            self.pool.scatter([block], page.unsqueeze(0))
+            self.pool.scatter([block], page.unsqueeze(0).to(self.pool.device))
 
     def wait_for_save(self) -> None:
         """Write the blocks that this step has filled. One that cannot be written is not kept; the engine goes on."""

@@ -70,3 +70,12 @@ def settings_of(vllm_config: Any, connector: str) -> Settings:
     if settings is None:
         raise ValueError(f"{connector} keeps pm_ops' pages, and pm_ops was not asked for: {HOW}")
     return settings
+
+
+def hit_source(name: str) -> Any:
+    """vLLM's ``CacheHitSource`` of this name; None where vLLM counts the hits of all connectors together."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource[name]

@@ -41,7 +41,7 @@ class PageMajorWorker:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the cache, make sure that it is a pool of whole pages, and say so."""
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self.allocate_cache(kv_cache_config)
         pools = self.page_pools()
         if not pools:
             raise RuntimeError("pm_ops: this model keeps no KV cache; run it without pm_ops")
@@ -55,6 +55,10 @@ class PageMajorWorker:
             pools[0].layout.page_bytes,
             self.pm_ops_settings.impl,
         )
+
+    def allocate_cache(self, kv_cache_config: Any) -> None:
+        """As vLLM does."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def page_pools(self) -> list[pm_ops.PagePool]:
         """The engine's cache as pools, one a cache group; page ``i`` is vLLM's block ``i``."""

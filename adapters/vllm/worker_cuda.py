@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from pm_ops.kernels import fa3
 
 from . import hooks
-from .packed import pack
+from .packed import pack, place_states, replace_zeroer
 from .warm_up import warm_up
 from .worker import PageMajorWorker, logger
 
@@ -25,10 +25,16 @@ class PageMajorGPUWorker(PageMajorWorker, Worker):
         if (hooks.generation(), "cuda") in hooks.NEVER_RUN:
             logger.warning("pm_ops is written for this generation of vLLM on CUDA, but has never run there")
 
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the cache, in packed blocks where vLLM has no layouts."""
-        packed = hooks.generation() == hooks.PACKED
-        super().initialize_from_config(pack(kv_cache_config) if packed else kv_cache_config)
+    def allocate_cache(self, kv_cache_config: Any) -> None:
+        """In packed blocks where vLLM has no layouts."""
+        if hooks.generation() != hooks.PACKED:
+            super().allocate_cache(kv_cache_config)
+            return
+        packed = pack(kv_cache_config)
+        super().allocate_cache(packed)
+        place_states(packed, self.vllm_config.compilation_config.static_forward_context)
+        if packed.needs_kv_cache_zeroing:
+            replace_zeroer(self.model_runner, self.page_pools()[0])
 
     def compile_or_warm_up_model(self) -> Any:
         """First the kernels of pm_ops, then what vLLM compiles and captures."""

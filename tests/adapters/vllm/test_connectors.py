@@ -1,5 +1,7 @@
 """Which KV connectors are refused, and why; on what this or another vLLM has, without an engine."""
 
+import sys
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +9,8 @@ import pytest
 
 from pm_ops.adapters.vllm import connectors, hooks
 from pm_ops.adapters.vllm.config import Settings
+from pm_ops.adapters.vllm.layout import bytes_of_page
+from pm_ops.adapters.vllm.tracking import hit_source
 
 OWN = "pm_ops.adapters.vllm.store_connector"
 
@@ -44,3 +48,23 @@ def test_others_get_blocks_that_they_can_read(generation: str) -> None:
         connectors.refuse(transfer("NixlConnector"), Settings())
     with pytest.raises(ValueError, match="PageStoreConnector inside MultiConnector is not supported"):
         connectors.refuse(transfer("MultiConnector", connectors=[{"kv_connector_module_path": OWN}]), Settings("BLNHC"))
+
+
+def test_hits_are_counted_by_source_where_vllm_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "vllm.v1.metrics.cache_hit_source"
+    sources = Enum("CacheHitSource", ["HOST", "DISK"])
+    for package in ("vllm", "vllm.v1", "vllm.v1.metrics"):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(CacheHitSource=sources))
+    assert (hit_source("HOST"), hit_source("DISK")) == (sources.HOST, sources.DISK)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert hit_source("DISK") is None
+
+
+def test_a_page_is_all_layers_of_a_block_whether_the_plan_is_packed_or_is_to_be() -> None:
+    def plan(*tensors: tuple[int, int]) -> Any:
+        planned = [SimpleNamespace(size=size, block_stride=stride) for size, stride in tensors]
+        return SimpleNamespace(num_blocks=10, kv_cache_tensors=planned)
+
+    assert bytes_of_page(plan((640, 0), (640, 0), (320, 0))) == 160
+    assert bytes_of_page(plan((1600, 160), (1600, 160), (1600, 160))) == 160

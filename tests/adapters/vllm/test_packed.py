@@ -1,37 +1,19 @@
 """Packed blocks, of a vLLM that has no layouts; on its plans and views as they are there, without that vLLM."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from vllm_packed import KVCacheConfig, KVCacheTensor, views
 
 import pm_ops
 from pm_ops.adapters.vllm import hooks, packed
 from pm_ops.adapters.vllm.config import Settings
 from pm_ops.adapters.vllm.layout import locate
-from pm_ops.adapters.vllm.packed import ORDERS, PackedViews, pack
+from pm_ops.adapters.vllm.packed import PackedViews, pack
 
 BF16 = torch.bfloat16
-
-
-@dataclass
-class KVCacheTensor:
-    """The fields of vLLM 0.26's."""
-
-    size: int
-    shared_by: list[str]
-    offset: int = 0
-    block_stride: int = 0
-
-
-@dataclass
-class KVCacheConfig:
-    num_blocks: int
-    kv_cache_tensors: list[KVCacheTensor]
-    kv_cache_groups: list[Any] = field(default_factory=list)
 
 
 def plan(pages: list[int], blocks: int = 5) -> KVCacheConfig:
@@ -40,22 +22,6 @@ def plan(pages: list[int], blocks: int = 5) -> KVCacheConfig:
     tensors = [KVCacheTensor(page * blocks, [name]) for page, name in zip(pages, names, strict=True)]
     spec = SimpleNamespace(head_size=128, head_size_v=128)
     return KVCacheConfig(blocks, tensors, [SimpleNamespace(layer_names=names, kv_cache_spec=spec)])
-
-
-def views(config: KVCacheConfig, layout: str, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """What vLLM's model runners make of a packed plan: one allocation, and a view of it for each layer."""
-    first = config.kv_cache_tensors[0]
-    backing = torch.zeros(first.size, dtype=torch.int8)
-    shape = PackedViews.get_kv_cache_shape(config.num_blocks, tokens, heads, dim)
-    order = ORDERS[layout]
-    page = shape[1] * shape[2] * shape[3]
-    made = []
-    for tensor in config.kv_cache_tensors:
-        assert tensor.size == first.size, "the runners allocate the first tensor's size, once"
-        columns = slice(tensor.offset, tensor.offset + page * dtype.itemsize)
-        raw = backing.view(-1, tensor.block_stride)[:, columns].view(dtype)
-        made.append(raw.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(4)]))
-    return made
 
 
 def test_the_pages_of_a_block_follow_one_another_in_as_many_bytes() -> None:
@@ -111,25 +77,19 @@ def test_what_cannot_be_packed_is_refused() -> None:
     wide.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(head_size=192, head_size_v=128)
     with pytest.raises(RuntimeError, match="keys of 192 and values of 128 are not supported"):
         pack(wide)
-    wide.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(
-        kv_cache_specs={"a": SimpleNamespace(head_size=64), "b": SimpleNamespace(head_size=64, head_size_v=32)}
-    )
+    several = plan([64, 64])
+    same, other = several.kv_cache_groups[0].layer_names
+    specs = {same: SimpleNamespace(head_size=64), other: SimpleNamespace(head_size=64, head_size_v=32)}
+    several.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(kv_cache_specs=specs)
     with pytest.raises(RuntimeError, match="keys of 64 and values of 32"):
-        pack(wide)
+        pack(several)
 
 
-def model(**kinds: bool) -> Any:
-    return SimpleNamespace(model_config=SimpleNamespace(**{"is_hybrid": False, "is_attention_free": False, **kinds}))
-
-
-def test_layouts_and_models_that_packed_blocks_cannot_hold_are_refused() -> None:
+def test_layouts_that_packed_blocks_cannot_have_are_refused() -> None:
     for layout in ("page_major", "BLNHC", "BLHNC"):
-        packed.refuse(model(), Settings(layout))
+        packed.refuse(Settings(layout))
     with pytest.raises(ValueError, match="layout BHLNC needs a vLLM that has layouts"):
-        packed.refuse(model(), Settings("BHLNC"))
-    for kind in ("is_hybrid", "is_attention_free"):
-        with pytest.raises(ValueError, match="no state layers in packed blocks"):
-            packed.refuse(model(**{kind: True}), Settings())
+        packed.refuse(Settings("BHLNC"))
 
 
 def test_one_tensor_over_all_layers_is_not_offered() -> None:

@@ -212,10 +212,10 @@ def test_what_a_connector_needs_is_looked_for_where_it_was_asked_for(
         for module, (name, _) in connectors.OWN.items()
     )
     configure(model, True, kv_transfer_config=store)
-    monkeypatch.delattr("vllm.v1.metrics.cache_hit_source.CacheHitSource")
+    monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorHandshakeMetadata")
     configure(model, True)
     configure(model, True, kv_transfer_config=host)
-    with pytest.raises(RuntimeError, match="no cache hit sources .*CacheHitSource.DISK.* Here run: PageHostConnector"):
+    with pytest.raises(RuntimeError, match="no talk of workers and scheduler .* Here run: PageHostConnector"):
         configure(model, True, kv_transfer_config=store)
 
 

@@ -200,9 +200,8 @@ def connector(model: Path, folder: Path, spec: Any = None, **options: Any) -> Pa
         **options,
     ).create_engine_config()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32) if spec is None else spec
-    cache = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_cache_tensors=[SimpleNamespace(block_stride=32768)]
-    )
+    groups, tensors = [SimpleNamespace(kv_cache_spec=spec)], [SimpleNamespace(block_stride=32768)]
+    cache = SimpleNamespace(num_blocks=4, kv_cache_groups=groups, kv_cache_tensors=tensors)
     return PageStoreConnector(config, KVConnectorRole.SCHEDULER, cache)
 
 

@@ -33,16 +33,26 @@ def test_flash_attention_3_is_looked_for_where_it_was_asked_for(loads: list[str]
         PageMajorGPUWorker(Settings(impl="fa3"))
 
 
-@pytest.mark.parametrize(("generation", "plan"), [(hooks.LAYOUTS, "the plan"), (hooks.PACKED, "the plan, packed")])
-def test_the_cache_is_packed_where_vllm_has_no_layouts(
-    generation: str, plan: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocated: list[Any] = []
-    monkeypatch.setattr(hooks, "generation", lambda: generation)
-    monkeypatch.setattr(worker_cuda, "pack", lambda config: f"{config}, packed")
-    monkeypatch.setattr(PageMajorWorker, "initialize_from_config", lambda self, config: allocated.append(config))
-    object.__new__(PageMajorGPUWorker).initialize_from_config("the plan")
-    assert allocated == [plan]
+@pytest.mark.parametrize("zeroing", [False, True])
+def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing)
+    monkeypatch.setattr(worker_cuda, "pack", lambda config: (done.append(("pack", config)), packed)[1])
+    monkeypatch.setattr(worker_cuda, "place_states", lambda *call: done.append(("place", *call)))
+    monkeypatch.setattr(worker_cuda, "replace_zeroer", lambda *call: done.append(("zero", *call)))
+    monkeypatch.setattr(Worker, "initialize_from_config", lambda self, config: done.append(("vLLM's", config)))
+    monkeypatch.setattr(PageMajorWorker, "page_pools", lambda self: ["a pool", "another"])
+    worker: Any = object.__new__(PageMajorGPUWorker)
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": 1}))
+    worker.model_runner = "a runner"
+    monkeypatch.setattr(hooks, "generation", lambda: hooks.LAYOUTS)
+    worker.allocate_cache("the plan")
+    assert done == [("vLLM's", "the plan")]
+    done.clear()
+    monkeypatch.setattr(hooks, "generation", lambda: hooks.PACKED)
+    worker.allocate_cache("the plan")
+    steps = [("pack", "the plan"), ("vLLM's", packed), ("place", packed, {"a": 1}), ("zero", "a runner", "a pool")]
+    assert done == (steps if zeroing else steps[:3])
 
 
 def test_our_kernels_are_compiled_before_vllm_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
