@@ -205,9 +205,8 @@ def spaced(rows: Tensor, strides: tuple[int, ...]) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [82, 83, 84])
 def test_states_beyond_the_2_31st_element(page: int) -> None:
-    """48 layers of 540,672 float32 elements a page: what a pool of one page gives, and no other page is touched."""
-    shapes = {"conv": ((180224, 3), F32), "ssm": ((66, 64, 128), F32)}
-    for kind, (shape, dtype) in shapes.items():
+    """48 layers of 540,672 elements a page: what a pool of one page gives, and no other page is touched."""
+    for kind, shape, dtype in (("conv", (180224, 3), F32), ("conv", (180224, 3), BF16), ("ssm", (66, 64, 128), F32)):
         pool = pm_ops.PagePool(pm_ops.state_page(48, {kind: (shape, dtype)}), 85, "cuda")
         one = pm_ops.PagePool(pm_ops.state_page(1, {kind: (shape, dtype)}), 1, "cuda")
         one.view(0, kind).normal_()
@@ -217,7 +216,7 @@ def test_states_beyond_the_2_31st_element(page: int) -> None:
             torch.manual_seed(1)
             index, known = torch.tensor([at], device="cuda"), torch.tensor([True], device="cuda")
             if kind == "conv":
-                weight, rows = torch.randn(shape[0], 4, device="cuda"), torch.randn(70, shape[0], device="cuda")
+                weight, rows = (torch.randn(*size, device="cuda").to(dtype) for size in ((shape[0], 4), (70, shape[0])))
                 pm_ops.conv1d_prefill(there, layer, rows, weight, start, index, has_initial_state=known)
                 pm_ops.conv1d_update(there, layer, rows[:1], weight, index)
             else:
