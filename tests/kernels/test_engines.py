@@ -54,7 +54,8 @@ def check(load: Load, case: Any, kernel: Callable[[Any], Tensor], theirs: Kernel
     states = torch.cat((before[:2], before)).contiguous()
     negative = 0 if theirs.__name__.startswith("vllm") else -1
     out = theirs(load, case, states, torch.where(pages < 0, negative, pages + 2).int())
-    live, written = rows_of(case), pages[pages >= 0]
+    live, written = rows_of(case), pages[first_pages(case) >= 0].flatten()
+    written = written[written >= 0]
     assert torch.equal(states[:2], before[:2]) and not torch.equal(states[2:][written], before[written])
     for run in (kernel, on_cpu):
         ours = copied(case)
@@ -64,13 +65,20 @@ def check(load: Load, case: Any, kernel: Callable[[Any], Tensor], theirs: Kernel
 
 def rows_of(case: Any) -> Tensor:
     """Which sequences of an update, or rows of a prefill, are not skipped."""
-    live = case.state_indices >= 0
-    live = live[:, 0] if live.dim() == 2 else live
+    live = first_pages(case) >= 0
     if not hasattr(case, "query_start"):
         return live
     total = (case.x if hasattr(case, "x") else case.value).shape[0]
     lens = case.query_start.diff()
     return torch.cat((live.repeat_interleave(lens), torch.zeros(total - int(lens.sum()), dtype=torch.bool)))
+
+
+def first_pages(case: Any) -> Tensor:
+    """The page that each sequence's state is read from."""
+    pages: Tensor = case.state_indices
+    if pages.dim() == 1:
+        return pages
+    return pages.gather(1, (case.num_accepted.long() - 1).clamp(min=0)[:, None])[:, 0]
 
 
 def on_cpu(case: Any) -> Tensor:
@@ -158,16 +166,29 @@ def sglang_selective_update(load: Load, case: Any, states: Tensor, pages: Tensor
     return _selective_update(load(f"{SGLANG_MAMBA}.triton_ops.mamba_ssm"), case, states, pages)
 
 
-def _selective_update(module: Any, case: Any, states: Tensor, pages: Tensor) -> Tensor:
+def _selective_update(module: Any, case: Any, states: Tensor, pages: Tensor, **options: Tensor) -> Tensor:
     heads, dim, size = states.shape[1:]
     out = torch.empty_like(case.x, memory_format=torch.contiguous_format)
     each = (param[:, None].expand(heads, dim) for param in (case.D, case.dt_bias))
     module.selective_state_update(
         states, case.x, case.dt[..., None].expand(-1, -1, dim), case.A[:, None, None].expand(heads, dim, size), case.B,
         case.C, **dict(zip(("D", "dt_bias"), each, strict=True)), z=case.z, dt_softplus=True,
-        state_batch_indices=pages, out=out,
+        state_batch_indices=pages, out=out, **options,
     )  # fmt: skip
     return out
+
+
+def vllm_speculative_update(load: Load, case: Any, states: Tensor, pages: Tensor) -> Tensor:
+    """Tokens one behind the other; the state after each one goes to the page of its own."""
+    rows = {name: getattr(case, name).flatten(0, 1) for name in ("x", "dt", "B", "C", "z")}
+    options = dict(num_accepted_tokens=case.num_accepted, cu_seqlens=_starts(pages), dst_state_batch_indices=pages)
+    out = _selective_update(load(f"{VLLM_MAMBA}.mamba_ssm"), replace(case, **rows), states, pages, **options)
+    return out.view(case.x.shape)
+
+
+def _starts(pages: Tensor) -> Tensor:
+    sequences, tokens = pages.shape
+    return torch.arange(sequences + 1, dtype=torch.int32) * tokens
 
 
 WITHOUT_LIMITS: dict[str, Any] = dict(dt_min=0.0, dt_max=None)
@@ -177,6 +198,11 @@ WITHOUT_LIMITS: dict[str, Any] = dict(dt_min=0.0, dt_max=None)
 @pytest.mark.parametrize("options", [{}, {"gate": False, "heads": (3, 1), "dims": (64, 16)}])
 def test_selective_update(load: Load, theirs: Kernel, options: dict[str, Any]) -> None:
     check(load, ssm_update(3, **options, **WITHOUT_LIMITS), selective_state_update, theirs, 2e-6)
+
+
+def test_speculative_selective_update(load: Load) -> None:
+    case = ssm_update(3, 3, per_token=True, **WITHOUT_LIMITS)
+    check(load, case, selective_state_update, vllm_speculative_update, 2e-6)
 
 
 def vllm_selective_prefill(load: Load, case: Any, states: Tensor, pages: Tensor) -> Tensor:
@@ -239,7 +265,11 @@ def test_selective_prefill(load: Load, theirs: Kernel, options: dict[str, Any]) 
 def vllm_delta_update(load: Load, case: Any, states: Tensor, pages: Tensor) -> Tensor:
     kernel = load(f"{VLLM_DELTA}.fused_recurrent").fused_recurrent_gated_delta_rule
     options = dict(initial_state=states, ssm_state_indices=pages, use_qk_l2norm_in_kernel=case.l2_norm)
-    return _by_token(case, kernel(**_delta(case), scale=case.scale, **options)[0])
+    rows = _delta(case)
+    if pages.dim() == 2:
+        rows = {name: x.flatten(0, 1)[None] for name, x in rows.items()}
+        options |= dict(num_accepted_tokens=case.num_accepted, cu_seqlens=_starts(pages))
+    return _by_token(case, kernel(**rows, scale=case.scale, **options)[0])
 
 
 def sglang_delta_update(load: Load, case: Any, states: Tensor, pages: Tensor) -> Tensor:
@@ -281,6 +311,10 @@ def _by_token(case: Any, out: Tensor) -> Tensor:
 @pytest.mark.parametrize("options", [{}, {"l2_norm": False, "heads": (3, 1), "dims": (40, 16)}])
 def test_gated_delta_update(load: Load, theirs: Kernel, options: dict[str, Any]) -> None:
     check(load, update_case(3, **options), gated_delta_update, theirs, 2e-6)
+
+
+def test_speculative_gated_delta_update(load: Load) -> None:
+    check(load, update_case(3, 3, each=True), gated_delta_update, vllm_delta_update, 2e-6)
 
 
 @pytest.mark.parametrize("theirs", [vllm_raw_delta_update, sglang_raw_delta_update])
