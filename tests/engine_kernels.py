@@ -30,6 +30,8 @@ def load() -> Iterator[Load]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(peers.fetched(peers.EINOPS)))
         _stand_in_for_a_device(patch)
+        pdl = "sglang.kernels.jit.utils"
+        patch.setitem(sys.modules, pdl, peers.stub(pdl, is_arch_support_pdl=lambda: False))
 
         def load(name: str) -> ModuleType:
             module = import_module(peers.fetched(ENGINES[name.partition(".")[0]]), name)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ..ops.conv import Conv1dPrefill, Conv1dUpdate
 
 _TOKENS, _CHANNELS, _WARPS = 16, 128, 4  # of a block of a prefill
-_UPDATE = {False: (256, 4), True: (1024, 4)}  # channels and warps of an update, and of one in words
+_UPDATE = 256, 4
+"""Channels and warps of an update; in words one warp has them all, eight a thread. Measured on an H200."""
 
 
 @triton.jit
@@ -220,11 +221,10 @@ def _update_launch(
     It is in words of 16 bytes where states and filters are 16-bit numbers without gaps, in rows that begin at multiples
     of 16 bytes. ``words``: the filters are 16-bit numbers, and they and the buffer begin there.
     """
-    sequences, tokens, dim = rows
+    (sequences, tokens, dim), (most, warps) = rows, _UPDATE
     offset, page_stride, _, head_stride, num_pages = plane
     dense = taps[:2] == (width, 1) and head_stride == 2 * (width - 1) and dtype.itemsize == 2
     words = words and dense and (offset | page_stride) % 16 == 0 and dim % 8 == 0
-    most, warps = _UPDATE[words]
     block = min(most, next_power_of_2(dim))
     return Launch(
         _conv1d_update,
@@ -238,7 +238,7 @@ def _update_launch(
         DTYPE=TRITON_DTYPE[dtype],
         BLOCK=block,
         WORDS=words,
-        num_warps=max(1, min(warps, block // 32)),
+        num_warps=1 if words else max(1, min(warps, block // 32)),
     )
 
 

@@ -27,7 +27,8 @@ _CHUNK, _BLOCK_P, _WARPS, _STAGES = 32, 64, 4, 2
 """Of 16-bit rows, measured on the H200. Chunks of 64 take 1.6 times as long there, 8 warps three times: most products
 of 32 rows are too few for the instructions of a whole warp group, which Triton 3.6 would make wait for one another."""
 _FLOAT32 = 32, 1
-"""BLOCK_P and stages of float32 rows, which need twice the registers and shared memory."""
+"""BLOCK_P and stages of float32 rows, which need twice the registers and shared memory. One stage is right as no tile
+has 64 rows: warp groups multiply those, and read outside of shared memory in a loop of one stage, in Triton 3.6."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 

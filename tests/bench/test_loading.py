@@ -32,16 +32,6 @@ def test_packages_of_different_files_join(tmp_path: Path) -> None:
     assert [module.__name__ for module in modules] == names
 
 
-def test_what_files_compare_with_releases_is_one(tmp_path: Path) -> None:
-    texts = {
-        "fla/ops/kernel.py": "from packaging.version import parse\nfrom fla import __version__\nparse(__version__)",
-        "sglang/kernel.py": "from sglang.srt.utils.common import torch_release\nassert (2, 4) <= torch_release < (9,)",
-    }
-    folder = write_files(tmp_path, texts)
-    for name in ("fla.ops.kernel", "sglang.kernel"):
-        assert import_module(folder, name).__name__ == name
-
-
 def test_an_installed_package_is_used_where_the_folder_has_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
