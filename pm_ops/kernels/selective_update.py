@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .common import TRITON_DTYPE, cdiv, next_power_of_2
 from .launch import Launch
-from .state import first_page, silu, step_size
+from .state import first_page, of_head, silu, step_size
 
 if TYPE_CHECKING:
     from ..ops.selective import SelectiveStateUpdate
@@ -78,13 +78,7 @@ def _selective_state_update(
     inside = p[:, None] * STATE_DIM + s[None, :]
     cell = (buffer + (offset + source * page_stride + h * head_stride)).to(tl.pointer_type(DTYPE))
     state = tl.load(cell + inside, mask=mask, other=0.0).to(tl.float32)
-    rate = tl.load(A + h).to(tl.float32)
-    bias = 0.0
-    if dt_bias is not None:
-        bias = tl.load(dt_bias + h).to(tl.float32)
-    skip = 0.0
-    if D is not None:
-        skip = tl.load(D + h).to(tl.float32)
+    rate, bias, skip = of_head(A, h), of_head(dt_bias, h), of_head(D, h)
     x += n * x_at[0] + h * x_at[2] + p.to(tl.int64) * x_at[3]
     dt += n * dt_at[0] + h * dt_at[2]
     B += n * B_at[0] + h // GROUP * B_at[2] + s.to(tl.int64) * B_at[3]

@@ -28,6 +28,15 @@ def tokens_of(query_start, b, batch, num_tokens):
 
 
 @triton.jit
+def of_head(numbers, h):
+    """Head h's number, float32; 0 where there are none."""
+    number = 0.0
+    if numbers is not None:
+        number = tl.load(numbers + h).to(tl.float32)
+    return number
+
+
+@triton.jit
 def silu(y):
     """y times its sigmoid."""
     return y / (1 + tl.exp(-y))

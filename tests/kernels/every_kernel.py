@@ -270,6 +270,7 @@ def states() -> None:
         check(conv1d_update, conv_update(4, **options), TOLERANCE[dtype])
         check(conv1d_update, conv_update(4, 3, per_token=True, index_dtype=torch.int64, **options), TOLERANCE[dtype])
         check(conv1d_prefill, conv_prefill([1, 2, 0, 33, 64, 31], **options), TOLERANCE[dtype])
+        check(conv1d_update, conv_update(4, 3, **options | {"dim": 136}), TOLERANCE[dtype])
     for dtype, dims in ((F32, (12, 20)), (F16, (64, 128)), (BF16, (80, 16))):
         options = dict(dtype=dtype, dims=dims)
         tolerance = TOLERANCE[dtype] * 5  # sums of many more numbers than attention's, whose weights add up to 1

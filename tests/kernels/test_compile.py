@@ -166,6 +166,7 @@ def launch_every_state_kernel() -> None:
         options = {"dtype": dtype, "state_dtype": state, "width": width}
         conv1d_update(conv_update(2, **options))
         conv1d_update(conv_update(2, 3, per_token=True, **options))
+        conv1d_update(conv_update(2, 3, dim=24, **options))
         conv1d_prefill(conv_prefill([3, 2], **options))
     for dtype, state, dims in ((f32, f32, (12, 20)), (bf16, f32, (64, 128)), (f16, bf16, (80, 256))):
         options = {"dtype": dtype, "state_dtype": state, "dims": dims}

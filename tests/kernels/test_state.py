@@ -25,6 +25,7 @@ from state_cases import (
 from torch import Tensor
 
 import pm_ops
+from pm_ops.kernels import conv
 from pm_ops.kernels.common import near as near_rows
 from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
 from pm_ops.kernels.selective_scan import selective_scan_prefill
@@ -35,6 +36,9 @@ from pm_ops.testing import writes_only
 
 TOLERANCE = {F32: 2e-5, F16: 4e-3, BF16: 2e-2}
 """Of out and state, relative to the largest number; five times as much of a scan, whose decays are differences."""
+IN_THE_INTERPRETER = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU"
+)
 
 
 def run(a: Call) -> Tensor:
@@ -75,6 +79,70 @@ def test_conv_update(width: int, options: dict[str, Any], device: str) -> None:
     check(conv_update(3, width=width, **options), device)
     check(conv_update(3, 5, width=width, **options), device)
     check(conv_update(3, 4, width=width, per_token=True, **options), device)
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each launch of conv1d_update, whether it is in words of 16 bytes."""
+    launch, found = conv._update_launch.__wrapped__, []
+
+    def told(*args: Any) -> Any:
+        made = launch(*args)
+        found.append(made.options["WORDS"])
+        return made
+
+    monkeypatch.setattr(conv, "_update_launch", told)
+    return found
+
+
+HALVES = {"dtype": F16, "state_dtype": F16, "dim": 24}
+
+
+@on_each_device
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"dim": 8, "bias": False, "silu": False}, {"dim": 1032}])
+def test_conv_update_in_words(width: int, options: dict[str, Any], device: str, words: list[bool]) -> None:
+    """Of eight channels each, which may be fewer or more than a block; bit for bit what element by element gives."""
+    for tokens, per_token in ((None, False), (3, True)):
+        case = conv_update(3, tokens, width=width, per_token=per_token, **HALVES | options)
+        check(case, device)
+        one, other = (on(copied(case), device) for _ in range(2))
+        other.weight = torch.cat((other.weight, other.weight), 1)[:, :width]  # rows with gaps
+        assert torch.equal(run(one), run(other)) and torch.equal(one.buffer, other.buffer)
+    assert words == [True, True, False] * 2
+
+
+@on_each_device
+def test_conv_update_in_words_of_bf16(device: str, words: list[bool]) -> None:
+    case = conv_update(3, 2, dtype=F32, state_dtype=BF16, dim=24)
+    check(replace(case, weight=case.weight.to(BF16)), device)
+    assert words == [True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_conv_update_of_many_channels_on_a_gpu(width: int) -> None:
+    for dim in (1032, 10240):
+        options = dict(dim=dim, width=width, dtype=BF16, state_dtype=BF16)
+        check(conv_update(5, **options), "cuda")
+        check(conv_update(3, 3, per_token=True, **options), "cuda")
+
+
+@IN_THE_INTERPRETER
+def test_where_states_and_filters_are_no_words_conv_update_is_element_by_element(words: list[bool]) -> None:
+    whole = conv_update(3, **HALVES)
+    plane = [whole.state_plane[0] - 8, *whole.state_plane[1:]]
+    others = [
+        replace(whole, buffer=whole.buffer[8:], state_plane=plane),
+        replace(whole, buffer=whole.buffer[8:].clone(), state_plane=plane),
+        replace(whole, weight=torch.empty(24 * 4 + 1, dtype=F16)[1:].view(24, 4).copy_(whole.weight)),
+        replace(whole, weight=whole.weight.float()),
+        conv_update(3, **HALVES | {"dim": 20}),
+        conv_update(3, **HALVES | {"state_dtype": F32}),
+    ]
+    for case in (whole, *others):
+        check(case, "cpu")
+    assert words == [True, *[False] * len(others)]
 
 
 @on_each_device
@@ -119,7 +187,7 @@ def test_rows_too_far_apart_for_32_bits_within_a_chunk_are_copied() -> None:
             assert (near_rows(rows, 64) is not rows) == copied_ == near_rows(rows, 64).is_contiguous()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+@IN_THE_INTERPRETER
 def test_strides_past_32_bits() -> None:
     """Of the rows of a chunk, and of an update's elements and tokens. Of 4 GiB, memory is taken for a few pages."""
     chunk = ssm_prefill([17], skip=False, padding=0, heads=(1, 1), dtype=F16, gate=False)
@@ -137,9 +205,8 @@ def spaced(rows: Tensor, strides: tuple[int, ...]) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [82, 83, 84])
 def test_states_beyond_the_2_31st_element(page: int) -> None:
-    """48 layers of 540,672 float32 elements a page: what a pool of one page gives, and no other page is touched."""
-    shapes = {"conv": ((180224, 3), F32), "ssm": ((66, 64, 128), F32)}
-    for kind, (shape, dtype) in shapes.items():
+    """48 layers of 540,672 elements a page: what a pool of one page gives, and no other page is touched."""
+    for kind, shape, dtype in (("conv", (180224, 3), F32), ("conv", (180224, 3), BF16), ("ssm", (66, 64, 128), F32)):
         pool = pm_ops.PagePool(pm_ops.state_page(48, {kind: (shape, dtype)}), 85, "cuda")
         one = pm_ops.PagePool(pm_ops.state_page(1, {kind: (shape, dtype)}), 1, "cuda")
         one.view(0, kind).normal_()
@@ -149,7 +216,7 @@ def test_states_beyond_the_2_31st_element(page: int) -> None:
             torch.manual_seed(1)
             index, known = torch.tensor([at], device="cuda"), torch.tensor([True], device="cuda")
             if kind == "conv":
-                weight, rows = torch.randn(shape[0], 4, device="cuda"), torch.randn(70, shape[0], device="cuda")
+                weight, rows = (torch.randn(*size, device="cuda").to(dtype) for size in ((shape[0], 4), (70, shape[0])))
                 pm_ops.conv1d_prefill(there, layer, rows, weight, start, index, has_initial_state=known)
                 pm_ops.conv1d_update(there, layer, rows[:1], weight, index)
             else:
