@@ -1,4 +1,4 @@
-"""Our pool of latents against SGLang's own: the same bytes after the same work, in the pages of its unified pools too."""
+"""Our pool of latents against SGLang's own: the same bytes after the same work, in its unified pools' pages too."""
 
 import random
 from types import SimpleNamespace
@@ -10,7 +10,11 @@ import sglang_engine
 pytestmark = pytest.mark.engines
 RELEASE = sglang_engine.require()
 
+import oracle
 import torch
+import triton_interpreter  # noqa: F401
+from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 
@@ -105,8 +109,8 @@ def test_it_holds_what_sglangs_own_pool_holds(seed: int, layout: str) -> None:
     assert not torch.equal(mine.page_pool.buffer, before)
     for layer in range(shape["layer_num"]):
         assert torch.equal(rows_of(stock, layer), rows_of(mine, layer))
-        reads = zip(stock.get_kv_buffer(mine.start_layer + layer), mine.get_kv_buffer(mine.start_layer + layer))
-        for theirs, found in reads:
+        both = (pool.get_kv_buffer(mine.start_layer + layer) for pool in (stock, mine))
+        for theirs, found in zip(*both, strict=True):
             assert torch.equal(bits(theirs), bits(found).reshape(theirs.shape))
     assert mine.get_kv_size_bytes() == mine.page_pool.buffer.numel()
     rewritten = mine.page_pool.buffer != before
@@ -211,10 +215,11 @@ def test_rows_in_two_parts_are_written_and_read_as_such(layout: str, dtype: torc
         assert torch.equal(rows_of(stock, layer), rows_of(mine, layer))
     found = mine.get_mla_kv_buffer(at, slots)
     whole = rows_of(stock, 1, slots).view(shape["dtype"])
-    for part, expected in zip(found, whole.split((shape["kv_lora_rank"], shape["qk_rope_head_dim"]), -1)):
+    parts = whole.split((shape["kv_lora_rank"], shape["qk_rope_head_dim"]), -1)
+    for part, expected in zip(found, parts, strict=True):
         assert part.is_contiguous() and torch.equal(bits(part), bits(expected))
     wide = mine.get_mla_kv_buffer(at, slots, torch.float32)
-    assert all(torch.equal(part, narrow.float()) for part, narrow in zip(wide, found))
+    assert all(torch.equal(part, narrow.float()) for part, narrow in zip(wide, found, strict=True))
     if dtype is not None:
         latent[0, 0, 0] = 1e6
         mine.set_mla_kv_buffer(at, slots, latent, rope)
@@ -288,3 +293,48 @@ def test_what_is_no_plain_latent_is_refused() -> None:
         kind(**{**shapes(0), "dtype": torch.int8})
     with pytest.raises(ValueError, match="a pool of 30 slots has no whole pages of 4; choose --max-total-tokens"):
         kind(**{**shapes(0), "size": 30, "page_size": 4})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("new", [[1, 1, 1], [5, 4, 1]], ids=["decode", "extend"])
+def test_sglangs_triton_kernels_read_token_major(new: list[int], dtype: torch.dtype) -> None:
+    """The stock backend's kernels on the very views that the pool gives them, as DeepSeek-V3 has them: 512 + 64."""
+    torch.manual_seed(0)
+    shape = {**shapes(0), "size": 32, "page_size": 4, "dtype": dtype, "layer_num": 2, "start_layer": None}
+    shape |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    mine, at, lengths, heads = ours("token_major", shape), SimpleNamespace(layer_id=1), [5, 12, 9], 16
+    mine.page_pool.buffer.fill_(255)  # NaN in every dtype
+    table = (1 + torch.randperm(8)).split([2, 3, 3])
+    slots = [((pages * 4)[:, None] + torch.arange(4)).flatten()[:n] for pages, n in zip(table, lengths, strict=True)]
+    latents = []
+    for place in slots:
+        latents.append(torch.cat(rows(shape, len(place)), -1))
+        mine.set_kv_buffer(at, place, latents[-1], None)
+    query, scale = torch.randn(sum(new), heads, 576).to(dtype), 192**-0.5
+    out = torch.full((len(query), heads, 512), torch.nan, dtype=dtype)
+    views, starts = mine.get_kv_buffer(1), torch.tensor([0, *new]).cumsum(0)
+    assert views[0].dim() == 3 and not views[0].is_contiguous()
+    decode = max(new) == 1
+    read = [place if decode else place[: len(place) - n] for place, n in zip(slots, new, strict=True)]
+    pointers = torch.tensor([0, *map(len, read)]).cumsum(0).int()
+    if decode:
+        logits = torch.zeros(len(query), heads, 2, 512)
+        decode_attention_fwd(
+            query, *views, out, pointers, torch.cat(read), logits, torch.zeros(len(query), heads, 2),
+            torch.full((len(query),), 2, dtype=torch.int32), 2, scale, 1.0, 1.0, has_mla=True, page_size=4,
+        )  # fmt: skip
+    else:
+        key = torch.cat([latent[len(latent) - n :] for latent, n in zip(latents, new, strict=True)])
+        extend_attention_fwd(
+            query, key, key[..., :512], out, *views, starts, pointers, torch.cat(read), None, True, None, max(new),
+            1.0, 1.0, scale, page_size=4,
+        )  # fmt: skip
+    latent, pages = mine.page_pool.plane(1, "latent"), torch.zeros(3, 3, dtype=torch.int64)
+    for row, found in zip(pages, table, strict=True):
+        row[: len(found)] = found
+    wanted = oracle.attention(
+        mine.page_pool.buffer, query, pages, torch.tensor(lengths), starts, latent.geometry, latent.geometry,
+        4, 1, 512, dtype, dtype, softmax_scale=scale,
+    )[0]  # fmt: skip
+    tolerance = 3e-3 if dtype == torch.float16 else 5e-5
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
