@@ -65,7 +65,8 @@ def pool_class(base: type, layout: str) -> type:
             return make(self.layer_num, self.head_num, self.head_dim, page_size, self.dtype, value_dim=self.v_head_dim)
 
         def _store_rows(self, pool: PagePool, layer: int, parts: list[Tensor], slots: Tensor) -> None:
-            pm_ops.store_kv(pool, layer, *parts, slots)
+            key, value = parts
+            pm_ops.store_kv(pool, layer, key, value, slots)
 
         def _build_kv_buffer_descs(self) -> list[Any]:
             if self.page_pool is None:

@@ -211,7 +211,7 @@ def measure(engines: list[Engine], shape: Workload, repetitions: int, report: di
         for name, run in each(engines, report, lambda engine: engine.run(shape, prefix)).items():  # noqa: B023
             runs.setdefault(name, []).append(figure(shape, run))
         engines.reverse()
-    return runs
+    return {name: runs[name] for name in report["engines"] if name in runs}
 
 
 def table(workload: str, shape: Workload, runs: dict[str, list[float]]) -> str:
@@ -287,7 +287,7 @@ def main() -> None:
 
 def run(engines: list[Engine], options: argparse.Namespace, report: dict[str, Any], tokens: dict[str, Any]) -> None:
     """All workloads. What is known is printed and written after each of them."""
-    report["engines"] |= each(engines, report, Engine.facts)
+    report["engines"] |= each(engines, report, lambda engine: engine.facts())
     (options.out / "sglang_throughput.json").write_text(json.dumps(report, indent=1))
     for engine in engines:
         print(engine.name, report["engines"][engine.name], flush=True)
