@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from . import hooks
-from .plugin import BACKEND, STRIDED
+from .plugin import BACKEND, STRIDED, STRIDED_LATENTS
 
 GROUP = "sglang.srt.plugins"
 UNSERVED = "GptOss, Llama 4, Gemma 4 and Exaone 4"
@@ -38,7 +38,8 @@ def examine() -> dict[str, Any]:
         f"hooks: all {len(hooks.NEEDED)} present; the pool's class by {', '.join(hooks.pool_hooks())}",
         f"layouts: token_major, read by {', '.join(STRIDED)}; page_major, by {BACKEND}",
         "caches: the model's dtype, bfloat16, fp8_e4m3, fp8_e5m2",
-        "refused: latent attention (MLA), FP4 and MXFP8 caches, hierarchical cache, LMCache, FlexKV, disaggregation",
+        f"latent attention (MLA): token_major, read by {', '.join(STRIDED_LATENTS)}",
+        "refused: indexers (DSA), FP4 and MXFP8 caches, hierarchical cache, LMCache, FlexKV, disaggregation",
         f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; no speculative decoding; not for "
         f"{UNSERVED}, which SGLang gives to backends of its own lists; not run on a GPU yet",
     ]

@@ -11,12 +11,16 @@ RESOLVE = "_resolve_kv_pool_class"
 """The method that chooses a pool's class, from SGLang 0.5.22 on."""
 BUILD = ("_build_mha_kv_pool", "_build_hybrid_swa_kv_pool", "_build_hybrid_linear_kv_pool")
 """The methods that take it as ``mha_pool_class``, before."""
+BUILD_LATENT = "_build_mla_kv_pool"
+"""The method that makes one of its module's ``MLATokenToKVPool``, before."""
 FUSED = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 """Whether a model's rotary kernel writes the cache itself, row by row: it knows dense rows only."""
 
 NEEDED = {
     "KVCacheConfigurator": f"{MODULE}:KVCacheConfigurator.configure",
     "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers",
+    "MLATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool._create_buffers",
+    "models with an indexer": "sglang.srt.configs.model_config:is_deepseek_dsa",
     "moves of a layout's own": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._move_kv_cache_impl",
     "buffer descriptions": "sglang.srt.mem_cache.memory_pool:KvBufferDesc",
     "places of writes": "sglang.srt.mem_cache.memory_pool:unwrap_write_loc",
@@ -41,7 +45,7 @@ def pool_hooks() -> list[str]:
     configurator = getattr(importlib.import_module(MODULE), "KVCacheConfigurator", None)
     if hasattr(configurator, RESOLVE):
         return [RESOLVE]
-    return [name for name in BUILD if hasattr(configurator, name)]
+    return [name for name in (*BUILD, BUILD_LATENT) if hasattr(configurator, name)]
 
 
 def targets() -> list[str]:

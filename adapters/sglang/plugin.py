@@ -6,6 +6,7 @@ they took effect is seen when the pool has been built, and there an error stops 
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -15,6 +16,8 @@ from .config import HOW, Settings
 BACKEND = "pm_ops"
 STRIDED = ("triton", "fa3", "flashinfer", "torch_native", BACKEND)
 """Attention backends that find a slot by its stride, as token_major needs it."""
+STRIDED_LATENTS = ("triton",)
+"""Those that do so for latents, too."""
 ANY = "run without PM_OPS"
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,12 @@ def _install() -> None:
 
     register_attention_backend(BACKEND)(_make_backend)
     add_attention_backend_choices([BACKEND])
-    its = {hooks.RESOLVE: _resolve, "configure": _configure, hooks.FUSED.rpartition(".")[2]: _never_fused}
+    its = {
+        hooks.RESOLVE: _resolve,
+        hooks.BUILD_LATENT: _build_latent,
+        "configure": _configure,
+        hooks.FUSED.rpartition(".")[2]: _never_fused,
+    }
     for target in hooks.targets():
         HookRegistry.register(target, its.get(target.rpartition(".")[2], _build), HookType.AROUND)
 
@@ -81,7 +89,7 @@ def _never_fused(original: Any, *args: Any, **options: Any) -> bool:
 def _resolve(original: Any, configurator: Any, *, kind: str, default: type) -> type:
     """From SGLang 0.5.22 on: the class of a pool."""
     chosen = original(configurator, kind=kind, default=default)
-    return _ours(chosen) if kind == "mha" else chosen
+    return _ours(chosen) if kind in ("mha", "mla") else chosen
 
 
 def _build(original: Any, configurator: Any, *, mha_pool_class: type, **options: Any) -> Any:
@@ -89,15 +97,28 @@ def _build(original: Any, configurator: Any, *, mha_pool_class: type, **options:
     return original(configurator, mha_pool_class=_ours(mha_pool_class), **options)
 
 
-def _ours(chosen: type) -> type:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+def _build_latent(original: Any, configurator: Any, **options: Any) -> Any:
+    """The same for latents: SGLang takes their class out of its module, so that is where it is exchanged."""
+    module = importlib.import_module(hooks.MODULE)
+    stock = module.MLATokenToKVPool
+    module.MLATokenToKVPool = _ours(stock)  # type: ignore[attr-defined]
+    try:
+        return original(configurator, **options)
+    finally:
+        module.MLATokenToKVPool = stock  # type: ignore[attr-defined]
 
+
+def _ours(chosen: type) -> type:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    from .latent_pool import latent_pool_class
     from .pool import pool_class
 
     _check_hooks()
-    if chosen is not MHATokenToKVPool:
+    make = {MHATokenToKVPool: pool_class, MLATokenToKVPool: latent_pool_class}.get(chosen)
+    if make is None:
         raise ValueError(f"pm_ops: this platform brings a KV pool of its own, {chosen.__qualname__}; {ANY}")
-    return pool_class(chosen, _settings().layout)
+    return make(chosen, _settings().layout)
 
 
 def _configure(original: Any, configurator: Any, **options: Any) -> Any:
@@ -112,7 +133,8 @@ def _configure(original: Any, configurator: Any, **options: Any) -> Any:
         if getattr(pool, MARK, None) != settings.layout:
             raise RuntimeError(
                 f"pm_ops: SGLang built a {type(pool).__qualname__} for this model's KV cache, which pm_ops does not "
-                f"support: it replaces the MHATokenToKVPool of dense attention and of sliding windows alone; {ANY}"
+                "support: it replaces the MHATokenToKVPool of dense attention and of sliding windows and the "
+                f"MLATokenToKVPool of latent attention alone; {ANY}"
             )
         logger.info("pm_ops: the KV cache is %s", pool.page_pool)
     return result
@@ -165,9 +187,10 @@ def refuse(configurator: Any) -> None:
         raise ValueError("pm_ops: --kv-canary is not supported: it watches one dense tensor a layer; leave it out")
     if configurator.post_capture_kv_active:
         raise ValueError("pm_ops: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING backs one tensor a layer; unset it")
-    if configurator.use_mla_backend:
-        raise ValueError(f"pm_ops: latent attention (MLA) is not supported in SGLang; {ANY}")
     readable = (BACKEND,) if settings.layout == "page_major" and configurator.page_size > 1 else STRIDED
+    if configurator.use_mla_backend:
+        _refuse_latents(configurator)
+        readable = STRIDED_LATENTS
     names = ("prefill_attention_backend", "decode_attention_backend")
     backends = {name: getattr(kernel, name, None) or kernel.attention_backend for name in names}
     draft = get_spec().speculative_draft_attention_backend
@@ -188,5 +211,35 @@ def refuse(configurator: Any) -> None:
             raise ValueError(
                 f"pm_ops: {name} {chosen} cannot read pages of layout {settings.layout}; choose --attention-backend "
                 f"{' or '.join(readable)}"
-                + (", or layout token_major, which SGLang's own backends read" if len(readable) == 1 else "")
+                + (", or layout token_major, which SGLang's own backends read" if readable == (BACKEND,) else "")
             )
+
+
+def _refuse_latents(configurator: Any) -> None:
+    """What is not supported with latent attention (MLA) alone."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+    from sglang.srt.runtime_context import get_server_args
+
+    from .latent_pool import DTYPES
+
+    for holds, what, then in (
+        (
+            is_deepseek_dsa(configurator.model_config.hf_config),
+            "with an indexer (DSA)",
+            f"its keys have a pool of their own: {ANY}",
+        ),
+        (configurator.mambaish_config is not None, "beside state layers", ANY),
+        (
+            configurator.kv_cache_dtype not in DTYPES,
+            f"with a cache of {configurator.kv_cache_dtype}",
+            "choose --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
+        ),
+        (
+            _settings().layout == "page_major" and configurator.page_size > 1,
+            "from pages of layout page_major",
+            "no attention backend of SGLang reads them: choose layout token_major, or --page-size 1",
+        ),
+        (get_server_args().dcp_size > 1, "split over ranks", "leave --dcp-size out"),
+    ):
+        if holds:
+            raise ValueError(f"pm_ops: latent attention (MLA) {what} is not supported; {then}")

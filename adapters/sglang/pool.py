@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import pm_ops
-from pm_ops import PagePool
-from pm_ops.ops import _common
+from pm_ops import PageLayout, PagePool
+
+from .pages import Paged, without_sink
 
 FORMATS = {"token_major": pm_ops.token_major, "page_major": pm_ops.page_major}
 LABEL = "page_major"
@@ -24,18 +24,15 @@ MARK = "pm_ops_layout"
 def pool_class(base: type, layout: str) -> type:
     """A subclass of a release's own ``MHATokenToKVPool`` that keeps its cache in pages of ``layout``.
 
-    It is made here, not declared, because importing pm_ops must not import SGLang. Slots are SGLang's: page
-    ``slot // page_size``, and page 0 is where rows of padding are written.
+    It is made here, not declared, because importing pm_ops must not import SGLang.
     """
-    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
     from sglang.srt.mem_cache.memory_pool import KvBufferDesc, unwrap_write_loc
-    from sglang.srt.platforms import current_platform
 
-    class PageMajorKVPool(base):
-        """K and V of all layers in one buffer; ``page_pool`` is the same memory to this library."""
+    class PageMajorKVPool(Paged, base):
+        """K and V of all layers in one buffer."""
 
         pm_ops_layout = layout
-        page_pool: PagePool | None
+        KINDS = ("key", "value")
 
         def __init__(self, *args: Any, **options: Any) -> None:
             if options.get("quant_method") is not None:
@@ -63,29 +60,13 @@ def pool_class(base: type, layout: str) -> type:
             self.data_strides = torch.tensor(strides, dtype=torch.int64, device=self.device)
             self._kv_buffer_descs = self._build_kv_buffer_descs()
 
-        def _allocate(self) -> PagePool:
-            layout = FORMATS[self.pm_ops_layout](
-                self.layer_num, self.head_num, self.head_dim, self.page_size, self.dtype, value_dim=self.v_head_dim
-            )
-            if self.size % self.page_size:
-                raise ValueError(
-                    f"pm_ops: a pool of {self.size} slots has no whole pages of {self.page_size}; choose "
-                    "--max-total-tokens as a multiple of --page-size"
-                )
-            num_pages = self.size // self.page_size + 1
-            in_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
-            with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), in_pool:
-                buffer = torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=self.device)
-            pool = PagePool(layout, num_pages, buffer=buffer, reserve_null=True)
-            pool.allocator.alloc(pool.allocator.num_free)  # they are the engine's to hand out
-            return pool
+        def _layout(self, page_size: int) -> PageLayout:
+            make = FORMATS[self.pm_ops_layout]
+            return make(self.layer_num, self.head_num, self.head_dim, page_size, self.dtype, value_dim=self.v_head_dim)
 
-        def _rows(self, layer: int, kind: str) -> Tensor:
-            """``[slots, heads, dim]`` where slots are evenly apart, else ``[pages, page_size, heads, dim]``."""
-            assert self.page_pool is not None
-            view = self.page_pool.view(layer, kind).view(self.store_dtype)
-            even = self.page_size == 1 or view.stride(0) == self.page_size * view.stride(1)
-            return view.flatten(0, 1) if even else view
+        def _store_rows(self, pool: PagePool, layer: int, parts: list[Tensor], slots: Tensor) -> None:
+            key, value = parts
+            pm_ops.store_kv(pool, layer, key, value, slots)
 
         def _build_kv_buffer_descs(self) -> list[Any]:
             if self.page_pool is None:
@@ -93,26 +74,12 @@ def pool_class(base: type, layout: str) -> type:
             shape = tuple(self.page_pool.pages.shape)
             return [KvBufferDesc("pages", shape, row_bytes=shape[1], tokens_per_row=self.page_size)]
 
-        def _clear_buffers(self) -> None:
-            self.page_pool = None
-            super()._clear_buffers()
-
         def get_kv_size_bytes(self) -> tuple[int, int]:
             """Bytes of K and of V; padding counts as V."""
             if self.page_pool is None:
                 return 0, 0
             keys = sum(buffer.numel() * buffer.element_size() for buffer in self.k_buffer)
             return keys, self.page_pool.buffer.numel() - keys
-
-        def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-            """``(addresses, bytes, bytes of a page)`` of one region: a page of every layer is one run of it."""
-            if self.page_pool is None:
-                return [], [], []
-            pages = self.page_pool.pages
-            return [pages.data_ptr()], [pages.numel()], [pages.shape[1]]
-
-        def _pd_registerable_tensors(self) -> list[Tensor]:
-            return [] if self.page_pool is None else [self.page_pool.buffer]
 
         def set_kv_buffer(
             self,
@@ -162,63 +129,14 @@ def pool_class(base: type, layout: str) -> type:
                 layer_id - self.start_layer,
                 key if key.dim() == 3 else key.unflatten(-1, (self.head_num, self.head_dim)),
                 value if value.dim() == 3 else value.unflatten(-1, (self.head_num, self.v_head_dim)),
-                _without_sink(slots),
+                without_sink(slots),
                 # SGLang scales what it casts, and takes rows of the cache's dtype as they are
                 key_scale=1.0 if k_scale is None or key.dtype == self.dtype else k_scale,
                 value_scale=1.0 if v_scale is None or value.dtype == self.dtype else v_scale,
             )
 
         def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-            assert self.page_pool is not None
-            self.page_pool.copy_slots(src_loc.flatten(), _without_sink(tgt_loc.flatten()))
-
-        def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> list[Any]:
-            """The rows of these slots, SGLang's way: for each layer a list of chunks ``[key, value]``.
-
-            The pages that hold a chunk of all layers come over in one copy.
-            """
-            found: list[Any] = [[] for _ in range(self.layer_num)]
-            if self.page_pool is None or not len(indices):
-                return found
-            current_platform.synchronize()
-            for chunk in indices.split(self.cpu_offloading_chunk_size):
-                pages, which = torch.unique(chunk // self.page_size, return_inverse=True)
-                rows = self.page_pool.gather(pages).cpu()
-                host = PagePool(self.page_pool.layout, len(pages), buffer=rows.flatten())
-                slots = (which * self.page_size + chunk % self.page_size).cpu()
-                for layer, chunks in enumerate(found):
-                    parts = [pm_ops.load_kv(host, layer, slots, kind) for kind in ("key", "value")]
-                    chunks.append([part.view(self.store_dtype) for part in parts])
-            current_platform.synchronize()
-            return found
-
-        def load_cpu_copy(
-            self, kv_cache_cpu: list[Any], indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None
-        ) -> None:
-            """Write what ``get_cpu_copy`` gave, chunked in whatever way, to these slots: one copy over a chunk."""
-            if self.page_pool is None or not len(indices):
-                return
-            rows = []
-            for chunks in kv_cache_cpu:
-                key, value = (torch.cat([chunk[i] for chunk in chunks]).view(self.dtype) for i in range(2))
-                if len(key) != len(indices) or len(value) != len(indices):
-                    raise ValueError(f"{len(key)} rows of K and {len(value)} of V for {len(indices)} slots")
-                rows.append((key, value))
-            entry = pm_ops.token_major(
-                self.layer_num, self.head_num, self.head_dim, 1, self.dtype, value_dim=self.v_head_dim
-            )
-            current_platform.synchronize()
-            size = self.cpu_offloading_chunk_size
-            for i, slots in enumerate(indices.split(size)):
-                host, every = PagePool(entry, len(slots)), torch.arange(len(slots))
-                for layer, parts in enumerate(rows):
-                    key, value = (part[i * size :][: len(slots)] for part in parts)
-                    pm_ops.store_kv(host, layer, key, value, every)
-                near = PagePool(entry, len(slots), buffer=host.buffer.to(self.page_pool.device))
-                for layer in range(self.layer_num):
-                    key, value = near.view(layer, "key")[:, 0], near.view(layer, "value")[:, 0]
-                    pm_ops.store_kv(self.page_pool, layer, key, value, slots)
-            current_platform.synchronize()
+            self._move(tgt_loc, src_loc)
 
     PageMajorKVPool.__module__, PageMajorKVPool.__qualname__ = __name__, "PageMajorKVPool"
     return PageMajorKVPool
@@ -228,9 +146,3 @@ def pools_of(pool: Any) -> list[Any]:
     """The pools that SGLang's pool consists of: those of full attention and of windows, where it is made of two."""
     parts = [getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")]
     return [part for part in parts if part is not None] or [pool]
-
-
-def _without_sink(slots: Tensor) -> Tensor:
-    """Where index values are checked, rows of padding, which all go to slot 0, are skipped: they would be refused."""
-    checked = slots.device.type == "cpu" or _common.CHECKS
-    return slots.masked_fill(slots == 0, -1) if checked else slots

@@ -1,12 +1,13 @@
-"""What the benchmarks of vLLM share: a model with random weights, and engines in processes of their own."""
+"""What the benchmarks of engines share: a model with random weights, prompts, and processes that engines run in."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,76 @@ def model_folder(name: str, **sizes: Any) -> str:
     return str(folder)
 
 
-def real_weights() -> None:
-    """vLLM's dummy loader draws norms and weights alike from ±1e-3, and the last token alone decides then."""
+def draw_weights(model: Any) -> None:
+    """Norms of 1, and N(0, 0.02) for the rest: tokens then depend on the whole context.
+
+    The dummy loaders of vLLM and SGLang draw norms and weights alike from ±1e-3, and the last token alone decides.
+    """
     import torch
+
+    for i, (name, weight) in enumerate(model.named_parameters()):
+        generator = torch.Generator(device=weight.device).manual_seed(1234 + i)
+        weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.02, generator=generator)
+
+
+def real_weights() -> None:
+    """:func:`draw_weights` for vLLM's dummy loader, in this process."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     stock = DummyModelLoader.load_weights
 
-    def load_weights(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def load_weights(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, model, *args, **kwargs)
-        for i, (name, weight) in enumerate(model.named_parameters()):
-            generator = torch.Generator(device=weight.device).manual_seed(1234 + i)
-            weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.02, generator=generator)
+        draw_weights(model)
 
     DummyModelLoader.load_weights = load_weights
+
+
+def sglang_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's ``run_scheduler_process``, with :func:`draw_weights` for its dummy loader."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.model_loader import loader
+
+    loader.initialize_dummy_weights = draw_weights
+    run_scheduler_process(*args, **kwargs)
+
+
+def prompts_of(count: int, length: int, prefix: int) -> list[list[int]]:
+    """Random prompts. The seed of all tokens but the last is ``prefix``; the last ones are always the same."""
+    draw, last = random.Random(prefix), random.Random(-1)
+    return [
+        [*(draw.randrange(10, 128000) for _ in range(length - 1)), last.randrange(10, 128000)] for _ in range(count)
+    ]
+
+
+Tokens = Sequence[Sequence[int]]
+
+
+def agreement(tokens: Mapping[str, Tokens], again: Mapping[str, Tokens], others: Mapping[str, Tokens]) -> Any:
+    """How many prompts get the tokens that another engine gives them.
+
+    Args:
+        tokens: what each engine gave for each prompt.
+        again: the same, once more.
+        others: what it gave for the first prompts with another prefix, the same last token.
+
+    Raises:
+        RuntimeError: a prompt with another prefix got the same tokens.
+    """
+
+    def equal(ours: Tokens, theirs: Tokens) -> int:
+        return sum(a == b for a, b in zip(ours, theirs, strict=False))
+
+    unmoved = {name: equal(tokens[name], others[name]) for name in tokens}
+    if any(unmoved.values()):
+        raise RuntimeError(f"tokens do not depend on the context, so that a comparison shows nothing: {unmoved}")
+    most = max(map(len, others.values()), default=0)
+    return {
+        "prompts": max(map(len, tokens.values()), default=0),
+        "equal": {a: {b: equal(tokens[a], tokens[b]) for b in tokens} for a in tokens},
+        "equal when run again": {name: equal(tokens[name], again[name]) for name in tokens},
+        f"of {most} equal with another prefix, the same last token": unmoved,
+    }
 
 
 def _process(serve: Callable[..., None], name: str, log: Path, options: Any, connection: Connection) -> None:
@@ -68,6 +125,9 @@ class Process:
         serve: run there, with name, options and the other end of ``connection``; it answers what is asked.
     """
 
+    patience: float | None = None
+    """Seconds to wait for an answer; None: for ever."""
+
     def __init__(self, serve: Callable[..., None], name: str, options: Any) -> None:
         self.name, self.log = name, options.out / f"{name.replace(':', '-')}.log"
         self.connection, theirs = multiprocessing.Pipe()
@@ -77,12 +137,15 @@ class Process:
         theirs.close()
 
     def answer(self) -> Any:
-        """The next one. Raises RuntimeError, with the end of the log, where the process has ended."""
+        """The next one. Raises RuntimeError, with the end of the log, where the process has ended or takes too long."""
+        what = f"has not answered for {self.patience} s"
         try:
-            return self.connection.recv()
+            if self.connection.poll(self.patience):
+                return self.connection.recv()
         except EOFError:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
-            raise RuntimeError(f"{self.name} ended; {self.log} ends with\n{tail}") from None
+            what = "ended"
+        tail = "\n".join(line[:400] for line in self.log.read_text(errors="replace").splitlines()[-40:])
+        raise RuntimeError(f"{self.name} {what}; {self.log} ends with\n{tail}") from None
 
     def ask(self, *what: Any) -> Any:
         """Send this, and wait for the answer."""

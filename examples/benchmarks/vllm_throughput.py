@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -29,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from _engines import Process, model_folder, real_weights
+from _engines import Process, agreement, model_folder, prompts_of, real_weights
 
 WORKLOADS = {
     "tokens": (64, 1024, 128),
@@ -102,14 +101,6 @@ def fits(engine: str, workload: str, options: argparse.Namespace) -> bool:
     return count * (prompt + more) * token <= kv_gib(engine, options) * 2**30
 
 
-def prompts_of(count: int, length: int, prefix: int) -> list[list[int]]:
-    """Random prompts. The seed of all tokens but the last is ``prefix``; the last ones are always the same."""
-    draw, last = random.Random(prefix), random.Random(-1)
-    return [
-        [*(draw.randrange(10, 128000) for _ in range(length - 1)), last.randrange(10, 128000)] for _ in range(count)
-    ]
-
-
 def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     """Run the prompts; the tokens of each, seconds in all, and the median second of a step in which all decode."""
     from vllm import SamplingParams
@@ -162,30 +153,12 @@ class Engine(Process):
         return self.ask(count, length, new_tokens, prefix)
 
 
-def compare_tokens(engines: list[Engine], shape: tuple[int, int, int]) -> dict[str, Any]:
-    """How many prompts get the tokens that another engine gives them.
-
-    Raises:
-        RuntimeError: a prompt with another prefix got the same tokens.
-    """
+def compare_tokens(engines: list[Engine], shape: tuple[int, int, int]) -> Any:
+    """:func:`agreement` of these engines on prompts of this shape; eight with another prefix."""
     tokens = {engine.name: engine.run(*shape)["tokens"] for engine in engines}
     again = {engine.name: engine.run(*shape)["tokens"] for engine in engines}
     others = {engine.name: engine.run(8, *shape[1:], prefix=1)["tokens"] for engine in engines}
-
-    def equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
-        return sum(a == b for a, b in zip(ours, theirs, strict=False))
-
-    unmoved = {name: equal(tokens[name], others[name]) for name in tokens}
-    if any(unmoved.values()):
-        raise RuntimeError(f"tokens do not depend on the context, so that a comparison shows nothing: {unmoved}")
-    return {
-        "prompts": shape[0],
-        "equal": {a: {b: equal(tokens[a], tokens[b]) for b in tokens} for a in tokens},
-        "equal when run again": {name: equal(tokens[name], again[name]) for name in tokens},
-        "of 8 equal with another prefix, the same last token": {
-            name: equal(tokens[name], others[name]) for name in tokens
-        },
-    }
+    return agreement(tokens, again, others)
 
 
 def measure(engines: list[Engine], shape: tuple[int, int, int], repetitions: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def test_the_entry_point_is_the_plugin_and_its_hooks_are_in_place(publish: Any) 
     found = plugins.load_plugins_by_group(plugins.GENERAL_PLUGINS_GROUP)
     assert found["pm_ops"][0] is plugin.register
     assert hooks.missing() == []
-    expected = [hooks.RESOLVE] if RELEASE == "0.5.23" else list(hooks.BUILD)
+    expected = [hooks.RESOLVE] if RELEASE == "0.5.23" else [*hooks.BUILD, hooks.BUILD_LATENT]
     assert hooks.pool_hooks() == expected
     targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED}
     assert targets == set(hooks.targets()) <= HookRegistry._patched
@@ -161,7 +161,9 @@ def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_a
     [
         ({"device": "npu:0"}, {}, "SGLang runs on npu; cuda and cpu are supported"),
         ({"post_capture_kv_active": True}, {}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING .* unset it"),
-        ({"use_mla_backend": True}, {}, r"latent attention \(MLA\) is not supported"),
+        ({"use_mla_backend": True, "mambaish_config": object()}, {}, r"\(MLA\) beside state layers is not supported"),
+        ({"use_mla_backend": True, "kv_cache_dtype": torch.uint8}, {}, "with a cache of torch.uint8 is not supported"),
+        ({"use_mla_backend": True}, {"backend": "pm_ops"}, "pm_ops cannot read .* choose --attention-backend triton$"),
         ({}, {"backend": "flex_attention"}, "flex_attention cannot read pages of layout token_major; choose"),
         ({}, {"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported: pm_ops brings"),
         ({}, {"enable_unified_memory": True}, "--enable-unified-memory is not supported"),
@@ -190,6 +192,33 @@ def test_contexts_split_over_ranks_and_rocm_are_refused(publish: Any, monkeypatc
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ValueError, match="SGLang runs on cuda, by ROCm; cuda and cpu are supported"):
         build(device="cuda")
+
+
+@pytest.mark.parametrize(("layout", "page_size"), [("token_major", 4), ("page_major", 1)])
+def test_latents_get_a_pool_of_ours(layout: str, page_size: int, publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PM_OPS", f'{{"layout": "{layout}"}}')
+    publish(page_size=page_size)
+    pool = build(use_mla_backend=True, page_size=page_size)
+    assert type(pool).__name__ == "PageMajorMLAPool" and pool.pm_ops_layout == layout
+    assert pool.kv_buffer[0].shape == (SIZE + page_size, 1, 24)
+    stock = kv_cache_configurator.MLATokenToKVPool
+    assert isinstance(pool, stock) and not hasattr(stock, "pm_ops_layout"), "the module has its own class again"
+
+
+def test_latents_that_are_not_supported_are_refused(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish()
+    config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=64)
+    configurator = Configurator(use_mla_backend=True)
+    configurator.model_config = SimpleNamespace(**{**vars(configurator.model_config), "hf_config": config})
+    with pytest.raises(ValueError, match=r"with an indexer \(DSA\) is not supported; its keys have a pool"):
+        configurator.configure(pre_model_load_memory=0)
+    monkeypatch.setenv("PM_OPS", '{"layout": "page_major"}')
+    with pytest.raises(ValueError, match="layout page_major is not supported; no attention .* or --page-size 1"):
+        build(use_mla_backend=True)
+    monkeypatch.setenv("PM_OPS", "1")
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(dcp_size=2))
+    with pytest.raises(ValueError, match="split over ranks is not supported; leave --dcp-size out"):
+        build(use_mla_backend=True)
 
 
 def test_page_major_needs_our_attention(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,312 @@
+"""SGLang's throughput with its own KV caches and with pm_ops' pages, and whether greedy tokens agree.
+
+    python examples/benchmarks/sglang_throughput.py      # where SGLang and pm_ops are installed, on a GPU of 120 GB
+    python examples/benchmarks/sglang_throughput.py --apart --workloads "48 x 16384=1" "prefill 16384"
+
+The model has the shape of Llama-3.1-8B and random weights: norms are 1 and the rest is N(0, 0.02), so that tokens
+depend on the whole context. That is checked, by prompts that end alike. Every engine is a process of its own. All are
+started at once and take turns, so that what disturbs the machine disturbs all of them; with --apart, for workloads that
+fill the GPU's memory, one runs after the other. Engines are called
+
+    stock                           SGLang, one tensor a layer
+    in-tree                         with its own --enable-page-major-kv-layout (0.5.15 to 0.5.18)
+    token_major, page_major         with pm_ops and this layout
+    ...:pm_ops, ...:pm_ops:fa3      and this attention backend, of pm_ops with impl fa3 (default: triton, of page_major
+                                    pm_ops)
+    ...+eager  +lazy-prefill  +fp8  without CUDA graphs, without those of prefills, with an fp8 cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _engines import Process, agreement, model_folder, prompts_of, sglang_scheduler
+
+LAYOUTS = ("token_major", "page_major")
+"""Engines that are pm_ops'."""
+LINE = "pm_ops: the KV cache is "
+"""What the log of one of them says."""
+PAGE = 16
+
+
+class Workload(NamedTuple):
+    """Sequences, tokens of each prompt, tokens to generate, and the figure that is taken."""
+
+    count: int
+    length: int
+    new_tokens: int
+    figure: str
+
+
+TOKENS, RATE, STEP, PREFILL = "which tokens", "output tokens/s", "ms a decode step", "prompt tokens/s"
+WORKLOADS = {
+    "tokens": Workload(64, 1024, 128, TOKENS),
+    "64 x 1024": Workload(64, 1024, 128, RATE),
+    "48 x 16384": Workload(48, 16384, 65, STEP),
+    "prefill 1024": Workload(64, 1024, 1, PREFILL),
+    "prefill 16384": Workload(4, 16384, 1, PREFILL),
+    "small": Workload(3, 40, 9, TOKENS),
+    "small step": Workload(3, 40, 17, STEP),
+}
+
+GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64]
+"""Batches that CUDA graphs of decode steps are captured for."""
+
+
+def start(engine: str, options: argparse.Namespace) -> Any:
+    """The engine of this name. It needs this process for itself."""
+    name, *features = engine.split("+")
+    kind, *rest = name.split(":")
+    attention = rest[0] if rest else "pm_ops" if kind == "page_major" else "triton"
+    os.environ.pop("PM_OPS", None)
+    if kind in LAYOUTS:
+        os.environ["PM_OPS"] = json.dumps({"layout": kind} | ({"impl": rest[1]} if rest[1:] else {}))
+    from sglang.srt.entrypoints.engine import Engine
+
+    class WithRealWeights(Engine):  # type: ignore[misc]
+        run_scheduler_process_func = staticmethod(sglang_scheduler)
+
+    shapes = [WORKLOADS[name] for name, _ in options.workloads]
+    # Each sequence ends in a page of its own, and SGLang keeps some tokens free for the next step.
+    slots = max(shape.count * (shape.length + shape.new_tokens + 4 * PAGE) for shape in shapes)
+    slots = -(-slots // PAGE) * PAGE
+    most = max(shape.count for shape in shapes)
+    heads = options.hidden // options.head_dim
+    folder = model_folder(
+        f"llama-{options.layers}-{options.hidden}",
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 7 // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        head_dim=options.head_dim,
+    )
+    found = WithRealWeights(
+        model_path=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        device=options.device,
+        random_seed=0,
+        attention_backend=attention,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        page_size=PAGE,
+        context_length=max(shape.length + shape.new_tokens for shape in shapes) + 16,
+        max_total_tokens=slots,
+        max_running_requests=most,
+        mem_fraction_static=options.memory,
+        disable_radix_cache=True,
+        cuda_graph_bs_decode=[batch for batch in GRAPHS if batch < most] + [most],
+        log_level="info",
+        **({"enable_page_major_kv_layout": True} if kind == "in-tree" else {}),
+        **({"disable_cuda_graph": True} if "eager" in features else {}),
+        **({"disable_prefill_cuda_graph": True} if "lazy-prefill" in features else {}),
+        **({"kv_cache_dtype": "fp8_e4m3"} if "fp8" in features else {}),
+    )
+    fits = found.get_server_info()["max_total_num_tokens"]
+    if fits < slots:
+        found.shutdown()
+        raise RuntimeError(f"the cache has {fits} slots, and the workloads need {slots}; raise --memory, or --apart")
+    return found
+
+
+def generate(engine: Any, shape: Workload, prefix: int) -> dict[str, Any]:
+    """Run the workload; the tokens of each sequence, seconds in all, and those of a step in which all decode."""
+    greedy = {"temperature": 0.0, "max_new_tokens": shape.new_tokens, "ignore_eos": True}
+    prompts = prompts_of(shape.count, shape.length, prefix)
+    begin = time.perf_counter()
+    if shape.figure != STEP:
+        answers = engine.generate(input_ids=prompts, sampling_params=greedy)
+        seconds = time.perf_counter() - begin
+        return {"tokens": [answer["output_ids"] for answer in answers], "seconds": seconds}
+    has = [0] * shape.count
+    reached: dict[int, float] = {}  # when every sequence had so many tokens
+    for part in engine.generate(input_ids=prompts, sampling_params=greedy, stream=True):
+        has[part["index"]] = part["meta_info"]["completion_tokens"]
+        reached.setdefault(min(has), time.perf_counter())
+    seconds = time.perf_counter() - begin
+    # The first steps may wait for prefills, the last for nothing.
+    marks = [(n, when) for n, when in reached.items() if shape.new_tokens // 4 <= n <= shape.new_tokens - 2]
+    (few, early), (many, late) = marks[0], marks[-1]
+    return {
+        "seconds": seconds,
+        "step": (late - early) / (many - few),
+        "first": reached[min(set(reached) - {0})] - begin,
+    }
+
+
+def serve(name: str, options: argparse.Namespace, connection: Connection) -> None:
+    """The process of one engine: start, say so, and run what comes, until nothing does."""
+    import importlib.metadata
+
+    begin = time.perf_counter()
+    engine = start(name, options)
+    versions = {part: importlib.metadata.version(part) for part in ("sglang", "torch", "triton")}
+    connection.send({"start": round(time.perf_counter() - begin, 1), "versions": versions})
+    while (what := connection.recv()) is not None:
+        connection.send(generate(engine, *what))
+    engine.shutdown()
+
+
+class Engine(Process):
+    """One engine's process, seen from here."""
+
+    def facts(self) -> Any:
+        """Of its start. Raises RuntimeError where it runs without pm_ops, and was to run with it."""
+        found = self.answer()
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if LINE in line]
+        if (self.name.split(":")[0].split("+")[0] in LAYOUTS) != bool(lines):
+            raise RuntimeError(f"{self.name}: {self.log} says {len(lines)} times {LINE!r}")
+        return found | ({"cache": lines[0].partition(LINE)[2]} if lines else {})
+
+    def run(self, shape: Workload, prefix: int = 0) -> Any:
+        """What :func:`generate` has found."""
+        return self.ask(shape, prefix)
+
+    def end(self) -> None:
+        """Let it stop its own processes, and see that it is gone."""
+        if self.process.is_alive():
+            self.connection.send(None)
+            self.process.join(30)
+        self.process.kill()
+
+
+def each(engines: list[Engine], report: dict[str, Any], call: Callable[[Engine], Any]) -> dict[str, Any]:
+    """``call`` for every engine in turn. One that fails is noted in the report, and left out from here on."""
+    found = {}
+    for engine in list(engines):
+        try:
+            found[engine.name] = call(engine)
+        except RuntimeError as error:
+            report["engines"].setdefault(engine.name, {})["failed"] = str(error)
+            engines.remove(engine)
+            engine.process.kill()
+            print(error, flush=True)
+    return found
+
+
+def figure(shape: Workload, run: dict[str, Any]) -> float:
+    """The workload's figure of one run."""
+    if shape.figure == STEP:
+        return round(1000 * run["step"], 3)
+    return round(shape.count * (shape.new_tokens if shape.figure == RATE else shape.length) / run["seconds"], 1)
+
+
+def measure(engines: list[Engine], shape: Workload, repetitions: int, report: dict[str, Any]) -> dict[str, Any]:
+    """The workload's figure of every run; the engines take turns."""
+    each(engines, report, lambda engine: engine.run(shape._replace(count=2, new_tokens=min(shape.new_tokens, 9)), 99))
+    runs: dict[str, list[float]] = {}
+    for prefix in range(repetitions):
+        for name, run in each(engines, report, lambda engine: engine.run(shape, prefix)).items():  # noqa: B023
+            runs.setdefault(name, []).append(figure(shape, run))
+        engines.reverse()
+    return {name: runs[name] for name in report["engines"] if name in runs}
+
+
+def table(workload: str, shape: Workload, runs: dict[str, list[float]]) -> str:
+    """Medians, and how many times as fast as the first engine each is."""
+    medians = {name: statistics.median(values) for name, values in runs.items()}
+    first = next(iter(medians.values()), 1.0)
+    lines = [f"{workload}: {shape.figure}"]
+    for name, median in medians.items():
+        lines.append(
+            f"  {name:<24} {median:>10.2f}  x {first / median if shape.figure == STEP else median / first:.3f}"
+        )
+    return "\n".join(lines)
+
+
+def workload_of(text: str) -> tuple[str, int]:
+    """``NAME`` or ``NAME=REPETITIONS``; 0 repetitions: as many as of all."""
+    name, _, repetitions = text.partition("=")
+    if name not in WORKLOADS or not (repetitions or "1").isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(WORKLOADS)}, nor one of them with =3")
+    return name, int(repetitions or 0)
+
+
+def device() -> str:
+    """The GPU's name and driver, asked for without using it."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "no NVIDIA GPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ["stock", "in-tree", "token_major", "page_major"]
+    parser.add_argument("--engines", nargs="+", default=default, help="(default: %(default)s)")
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        type=workload_of,
+        default=[("tokens", 0), ("64 x 1024", 0)],
+        help=f"any of {', '.join(WORKLOADS)}; NAME=3: with 3 repetitions (default: tokens, 64 x 1024)",
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="of each workload (default: %(default)s)")
+    parser.add_argument("--apart", action="store_true", help="one engine after the other, each with all the memory")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU, mem_fraction_static")
+    parser.add_argument("--patience", type=float, default=300, help="seconds for a start or a run of a workload")
+    parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden size (default: %(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="of its heads (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "sglang_throughput")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    Engine.patience = options.patience
+
+    report: dict[str, Any] = {"layers": options.layers, "hidden": options.hidden, "device": device()}
+    report |= {"engines": {}, "workloads": {}}
+    tokens: dict[str, list[Any]] = {}
+    for names in [[name] for name in options.engines] if options.apart else [options.engines]:
+        engines = [Engine(serve, name, options) for name in names]
+        started = list(engines)
+        try:
+            run(engines, options, report, tokens)
+        finally:
+            for engine in started:
+                engine.end()
+    for name, _ in options.workloads:
+        if name in report["workloads"]:
+            print(table(name, WORKLOADS[name], report["workloads"][name]))
+    if any("failed" in facts for facts in report["engines"].values()):
+        raise SystemExit("not every engine ran")
+
+
+def run(engines: list[Engine], options: argparse.Namespace, report: dict[str, Any], tokens: dict[str, Any]) -> None:
+    """All workloads. What is known is printed and written after each of them."""
+    report["engines"] |= each(engines, report, lambda engine: engine.facts())
+    (options.out / "sglang_throughput.json").write_text(json.dumps(report, indent=1))
+    for engine in engines:
+        print(engine.name, report["engines"][engine.name], flush=True)
+    for workload, repetitions in options.workloads if engines else ():
+        shape = WORKLOADS[workload]
+        if shape.figure == TOKENS:
+            few = shape._replace(count=min(shape.count, 8))
+            for turn in ((shape, 0), (shape, 0), (few, 1)):
+                for name, found in each(engines, report, lambda engine: engine.run(*turn)).items():  # noqa: B023
+                    tokens.setdefault(name, []).append(found["tokens"])
+            whole = {name: found for name, found in tokens.items() if len(found) == 3}
+            report["tokens"] = agreement(*({name: found[i] for name, found in whole.items()} for i in range(3)))
+            print(json.dumps(report["tokens"], indent=1), flush=True)
+        else:
+            found = measure(engines, shape, repetitions or options.repetitions, report)
+            report["workloads"].setdefault(workload, {}).update(found)
+            print(table(workload, shape, report["workloads"][workload]), flush=True)
+        (options.out / "sglang_throughput.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
