@@ -86,6 +86,10 @@ class FuseRope(RopeStorePass):
         register_operators()
         super().__call__(graph)
 
+    def __deepcopy__(self, memo: Any) -> FuseRope:
+        """The pass itself: vLLM compiles with a copy of its configuration, and there is one report to read."""
+        return self
+
     def uuid(self) -> str | None:
         """As :class:`RopeStorePass`, with vLLM's operators known."""
         register_operators()
