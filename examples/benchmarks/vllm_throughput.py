@@ -3,15 +3,18 @@
     python examples/benchmarks/vllm_throughput.py        # where vLLM and pm_ops are installed, on a GPU of 120 GB
     python examples/benchmarks/vllm_throughput.py --engines pm_ops --kv-gib 97 --workloads "48 x 16384=1"
 
-The model has the shape of Llama-3.1-8B and random weights: norms are 1 and the rest is N(0, 0.02), so that tokens
-depend on the whole context. That is checked, by prompts that end alike. Every engine is a process of its own. All are
-started at once and take turns, so that what disturbs the machine disturbs all of them. Engines are called
+The model has the shape of Llama-3.1-8B, or with `--model qwen3 --layers 36` of Qwen3-8B, and random weights: norms are
+1 and the rest is N(0, 0.02), so that tokens depend on the whole context. That is checked, by prompts that end alike.
+Every engine is a process of its own. All are started at once and take turns, so that what disturbs the machine disturbs
+all of them. Engines are called
 
     stock, FLASH_ATTN, TRITON_ATTN, ...      vLLM, with the attention of its own choice, or with this one
     pm_ops, pm_ops:triton, pm_ops:fa3        pm_ops with impl auto or this one
     pm_ops:auto:BLNHC                        and on this layout
-    ...+v1  +eager  +full  +fp8  +rope       with model runner V1, without graphs and compilation, with graphs of all
-                                             batches instead of decodes alone, with an fp8 cache, with `fuse_rope`
+    ...+v1  +eager  +full  +fp8              with model runner V1, without graphs and compilation, with graphs of all
+                                             batches instead of decodes alone, with an fp8 cache
+    ...+nosplit  +partition  +rope           with splitting_ops empty, with Inductor's graph partition, and in one of
+                                             these two with pm_ops' fuse_rope
 
 An engine whose cache is too small for all of a workload's sequences at a time sits it out.
 """
@@ -41,8 +44,21 @@ WORKLOADS = {
 }
 """Sequences, tokens of each prompt, and tokens to generate."""
 
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
+"""What their configurations say besides sizes; the second has QK-norm."""
+
 GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]
 """Batches that CUDA graphs are captured for."""
+
+COMPILATION: dict[str, dict[str, Any]] = {
+    "full": {"cudagraph_mode": "FULL"},
+    "nosplit": {"splitting_ops": []},
+    "partition": {"use_inductor_graph_partition": True},
+}
+"""Features that are vLLM's compilation settings."""
 
 
 def start(engine: str, options: argparse.Namespace) -> Any:
@@ -54,16 +70,21 @@ def start(engine: str, options: argparse.Namespace) -> Any:
 
     real_weights()
     kind, *rest = name.split(":")
-    entry: dict[str, Any] = dict(zip(("impl", "layout"), rest, strict=False))
+    entry: dict[str, Any] | None = dict(zip(("impl", "layout"), rest, strict=False)) if kind == "pm_ops" else None
     if "rope" in features:
+        if entry is None:
+            raise ValueError(f"{engine}: fuse_rope is pm_ops'; ask for pm_ops+partition+rope")
         entry["fuse_rope"] = True
     longest = max(prompt + more for _, prompt, more in (WORKLOADS[w] for w, _ in options.workloads))
-    graphs = {"cudagraph_capture_sizes": GRAPHS} | ({"cudagraph_mode": "FULL"} if "full" in features else {})
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": GRAPHS}
+    for feature, setting in COMPILATION.items():
+        graphs |= setting if feature in features else {}
     heads = options.hidden // 128
     folder = model_folder(
-        f"llama-{options.layers}-{options.hidden}",
+        f"{options.model}-{options.layers}-{options.hidden}",
+        **MODELS[options.model],
         hidden_size=options.hidden,
-        intermediate_size=options.hidden * 7 // 2,
+        intermediate_size=options.hidden * (7 if options.model == "llama" else 6) // 2,
         num_hidden_layers=options.layers,
         num_attention_heads=heads,
         num_key_value_heads=max(heads // 4, 1),
@@ -139,6 +160,9 @@ def serve(engine: str, options: argparse.Namespace, connection: Connection) -> N
     if engine.startswith("pm_ops"):
         (pool,) = llm.collective_rpc("page_pools")[0]
         facts["cache"] = f"{pool.layout.name}, {pool.num_pages} pages of {pool.layout.page_bytes} bytes"
+    if "+rope" in engine:
+        passes = llm.llm_engine.vllm_config.compilation_config.inductor_compile_config
+        facts["fuse_rope"] = str(passes["post_grad_custom_pre_pass"].report)
     connection.send(facts)
     while True:
         count, length, new_tokens, prefix = connection.recv()
@@ -214,6 +238,7 @@ def main() -> None:
         default=[38],
         help="of each engine's cache, the last one of all others (default: 38)",
     )
+    parser.add_argument("--model", choices=MODELS, default="llama", help="whose layers (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=4096, help="hidden size, of heads of 128 (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm_throughput")
@@ -230,7 +255,8 @@ def main() -> None:
 
 def run(engines: list[Engine], options: argparse.Namespace) -> None:
     """All workloads. What is known is printed and written after each of them."""
-    report: dict[str, Any] = {"layers": options.layers, "hidden": options.hidden, "engines": {}, "workloads": {}}
+    sizes = {"model": options.model, "layers": options.layers, "hidden": options.hidden}
+    report: dict[str, Any] = {**sizes, "engines": {}, "workloads": {}}
     for engine in list(engines):
         try:
             report["engines"][engine.name] = engine.answer()

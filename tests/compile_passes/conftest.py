@@ -54,10 +54,12 @@ class LayerMajor(torch.nn.Module):
 class Paged:
     """A model bound and compiled, beside its eager twin."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, pages: int, dims: str | None, options: dict[str, Any]) -> None:
-        self.stock, self.model, self.dtype = copy.deepcopy(model), model, dtype
+    def __init__(
+        self, model: Any, dtype: torch.dtype, pages: int, page: int, dims: str | None, options: dict[str, Any]
+    ) -> None:
+        self.stock, self.model, self.dtype, self.page = copy.deepcopy(model), model, dtype, page
         self.heads: int = getattr(model, "heads", HEADS)
-        self.pool = PagePool(page_major(len(model.k), self.heads, DIM, PAGE, dtype), pages)
+        self.pool = PagePool(page_major(len(model.k), self.heads, DIM, page, dtype), pages)
         self.pool.buffer.fill_(0xFF)  # NaN in every floating dtype
         shuffle(self.pool)
         self.binding: Binding = bind(self.pool, keys=model.k, values=model.v, dims=dims)
@@ -73,7 +75,7 @@ class Paged:
 
     def cells(self) -> Tensor:
         """Every byte of the pool, as ``[pages, layers, 2, page_size, heads, dim]``."""
-        return self.pool.buffer.view(self.dtype).view(-1, len(self.stock.k), 2, PAGE, self.heads, DIM)
+        return self.pool.buffer.view(self.dtype).view(-1, len(self.stock.k), 2, self.page, self.heads, DIM)
 
     def check_pages(self, tolerance: float = 2e-5) -> None:
         """The pages hold the twin's whole caches, and every other byte is the poison it was."""
@@ -97,10 +99,10 @@ class Paged:
     def _places(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         position = torch.arange(shape[1])
         if self.binding.page_table is None:
-            pages = (position // PAGE)[None]
+            pages = (position // self.page)[None]
         else:
-            pages = torch.stack([row[position // PAGE] for row in self.binding.page_table.long()])
-        return pages, (position % PAGE).expand(pages.shape)
+            pages = torch.stack([row[position // self.page] for row in self.binding.page_table.long()])
+        return pages, (position % self.page).expand(pages.shape)
 
 
 def shuffle(pool: PagePool) -> None:
@@ -129,12 +131,13 @@ def paged() -> Callable[..., Paged]:
         read: Any = None,
         dtype: torch.dtype = torch.float32,
         pages: int | None = None,
+        page: int = PAGE,
         dims: str | None = None,
         **options: Any,
     ) -> Paged:
         writes = write if isinstance(write, list) else [write] * LAYERS
         model = LayerMajor(form, writes, read, dtype) if model is None else model
-        pages = (SLOTS // PAGE if "B" not in form else 11) if pages is None else pages
-        return Paged(model, dtype, pages, dims, options)
+        pages = (SLOTS // page if "B" not in form else 11) if pages is None else pages
+        return Paged(model, dtype, pages, page, dims, options)
 
     return make

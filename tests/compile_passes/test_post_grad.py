@@ -302,6 +302,30 @@ def test_an_operator_that_is_not_fused_stays(version: int, caplog: Any) -> None:
         caplog.clear()
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_operators_that_rotate_query_and_key_by_different_positions_stay(version: int) -> None:
+    def body(layer: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, positions: Tensor, table: Tensor) -> None:
+        q, k, other_q, other_k = q.clone(), k.clone(), q.clone(), k.clone()
+        torch.ops.pm_test_engine.rotary(positions, q, other_k, DIM, table, True)
+        torch.ops.pm_test_engine.rotary(positions + 1, other_q, k, DIM, table, True)
+        stored(layer, q, k, v, out)
+
+    compiled = Compiled(body, version)
+    assert compiled.check(*inputs(), FORMS["vllm_neox"].tensors[0]) == ["rotary", "rotary", "store"] * LAYERS
+    assert all("by the same angles" in reason for reason in compiled.rope.report.unfused.values())
+    assert not compiled.rope.report.fused
+
+
+def test_keys_and_values_of_different_tokens_go_where_the_store_puts_them() -> None:
+    """An engine's store has one set of slots, but its rows may come in another order for values than for keys."""
+
+    def body(layer: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Tensor) -> None:
+        q, k = llama(q.unflatten(-1, (-1, DIM)), k.unflatten(-1, (-1, DIM)), *rest)
+        stored(layer, q, k, v.flip(0), out)
+
+    assert Compiled(body).check(*inputs(), *FORMS["llama"].tensors) == ["fused"] * LAYERS
+
+
 ALONE: dict[str, Body] = {}
 
 

@@ -1,12 +1,17 @@
 """An engine's own rotary operator, which works in place, is fused with the store behind it once it is registered."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from rotary_forms import FORMS
 from torch import Tensor
 
@@ -80,6 +85,33 @@ def test_the_operator_and_the_store_become_one_by_its_table_and_positions(paged:
     assert graph.count("rope_store_kv.default(") == 1 and "pm_test_rotary" not in graph
     assert "cat.default" not in graph and "clone" not in graph
     assert twin.binding.report().fused == 1
+
+
+def test_the_graph_before_and_after(paged: Any) -> None:
+    """``-`` is what fuse_rope takes out, ``+`` what it puts in: the whole table, of which positions find the rows."""
+    codes = []
+    for fuse in (False, True):
+        twin = paged(Engine(stored), fuse_rope=fuse)
+        twin.check(*arguments(), exact=True)
+        lines = [line.split(";")[0].strip() for line in twin.backend.graphs[0].replace("torch.ops.", "").splitlines()]
+        codes.append([line for line in lines if line and not re.match(r"def |clamp|ne = |remainder|masked_fill", line)])
+    difference = list(difflib.unified_diff(*codes, n=0, lineterm=""))[2:]
+    assert_expected_inline(
+        "\n".join(line for line in difference if not line.startswith("@@")),
+        """\
+-rotary_embedding = pm_test_rotary.rotary_embedding.default(l_positions_, getitem, getitem_1, 8, l_cache_, True)
+-view = aten.view.default(getitem_1, [-1, 2, 8])
+-view_1 = aten.view.default(getitem_2, [-1, 2, 8])
+-store_kv = pm_ops.store_kv.default(pm_buffer, view, view_1, masked_fill, [0, 512, 64, 32, 5], [256, 512, 64, 32, 5], 4, torch.float32, torch.float32)
+-view_2 = aten.view.default(getitem, [-1, 4, 8])
+-mul = aten.mul.Tensor(view_2, 2)
++view = aten.view.default(getitem, [5, -1, 8])
++view_1 = aten.view.default(getitem_1, [5, -1, 8])
++view_5 = aten.view.default(getitem_2, [-1, 2, 8])
++rope_store_kv = pm_ops.rope_store_kv.default(pm_buffer, view, view_1, view_5, l_positions_, l_cache_, masked_fill, [0, 512, 64, 32, 5], [256, 512, 64, 32, 5], 4, torch.float32, torch.float32, False, None, None, 1e-06, 0.0, 1.0, 1.0, None, None, False, None, None)
++getitem_5 = rope_store_kv[0]
++mul = aten.mul.Tensor(getitem_5, 2)""",
+    )
 
 
 def test_without_fuse_rope_the_operator_stays(paged: Any) -> None:
