@@ -1,4 +1,4 @@
-"""The hybrid example prints what it says, and its Mamba-2 mixer on pages is transformers' own."""
+"""The example of the operators over states prints what it says, and its Mamba-2 mixer on pages is transformers' own."""
 
 import importlib
 from pathlib import Path
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("hybrid_state")
+    return importlib.import_module("hybrid_operators")
 
 
 def test_the_hybrid_model_gives_the_same_tokens_on_one_pool(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
