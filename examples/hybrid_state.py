@@ -79,7 +79,7 @@ def main() -> None:
     prompts = torch.randint(1, CONFIG.vocab_size, (BATCH, PROMPT), device=DEVICE)
     expected = go_on(model, new_cache(CONFIG), prompts, TOKENS)
 
-    pool, cache = pool_for(CONFIG, num_pages=8), new_cache(CONFIG)
+    pool, cache = pool_for(CONFIG, num_pages=12), new_cache(CONFIG)
     print(pool)
     binding = bind(pool, cache)
     # As is right for one long step, and on the CPU, where the operators are plain torch: rewritten, not made faster.

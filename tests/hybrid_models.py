@@ -16,12 +16,16 @@ BATCH, MAX_LEN = 2, 40
 STATES, ATTENTION = "linear_attention", "full_attention"
 
 
+def in_torch(modeling: Any) -> None:
+    """Let a model's functions be those written in torch: kernels of other packages would write states in no graph."""
+    for name, function in vars(modeling).copy().items():
+        if inspect.isfunction(function) and function.__module__ == modeling.__name__:
+            setattr(modeling, name, inspect.unwrap(function))
+
+
 def qwen3_next(transformers: Any, types: Sequence[str]) -> Any:
     """Gated delta rule and attention. Weights are large enough for tokens to depend on all tokens before."""
-    modeling = transformers.models.qwen3_next.modeling_qwen3_next
-    for name in vars(modeling).copy():  # kernels that another package brings would write states unseen by any graph
-        if name in ("causal_conv1d_fn", "causal_conv1d_update") or name.endswith("_gated_delta_rule"):
-            setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
+    in_torch(transformers.models.qwen3_next.modeling_qwen3_next)
     config = transformers.Qwen3NextConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, head_dim=16, num_attention_heads=2, num_key_value_heads=1,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -33,6 +37,7 @@ def qwen3_next(transformers: Any, types: Sequence[str]) -> Any:
 
 def bamba(transformers: Any, types: Sequence[str]) -> Any:
     """Mamba-2 and attention."""
+    in_torch(transformers.models.bamba.modeling_bamba)
     config = transformers.BambaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=len(types), num_attention_heads=2,
         attn_layer_indices=[i for i, t in enumerate(types) if t == ATTENTION], num_key_value_heads=1, mamba_n_heads=8,

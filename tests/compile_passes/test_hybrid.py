@@ -20,9 +20,20 @@ PROMPT = 9
 
 
 class Run:
-    """A model's tokens on its own caches, and the same model compiled on pages of a pool of random bytes."""
+    """A model's tokens on its own caches, and the same model compiled on pages of a pool of random bytes.
 
-    def __init__(self, family: str, types: list[str], tokens: int, device: str = "cpu", **options: Any) -> None:
+    ``options`` are the backend's, ``decode`` those of another one for single tokens.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        types: list[str],
+        tokens: int,
+        device: str = "cpu",
+        decode: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.model = FAMILIES[family](transformers, types).to(device)
         self.prompt = torch.randint(1, 96, (BATCH, PROMPT)).to(device)
@@ -34,10 +45,13 @@ class Run:
         assert self.binding.page_table is not None
         self.table: Tensor = self.binding.page_table
         backend = page_major_backend(self.binding, **{"inner": "eager", **options})
-        self.compiled = torch.compile(self.model, backend=backend, fullgraph=True)
+        self.compiled = self.prefill = torch.compile(self.model, backend=backend, fullgraph=True)
+        if decode is not None:
+            backend = page_major_backend(self.binding, **decode)
+            self.compiled = torch.compile(self.model, backend=backend, fullgraph=True)
 
     def go_on(self, step: Tensor, tokens: int) -> Tensor:
-        return greedy(self.compiled, self.cache, step, tokens)
+        return greedy(self.compiled if step.shape[1] == 1 else self.prefill, self.cache, step, tokens)
 
     def pages(self, row: int) -> list[int]:
         """All that a sequence has: pages of keys and values, and behind them its page of states."""
@@ -138,28 +152,30 @@ def test_inductor_clones_neither_pool_nor_states() -> None:
     from torch._dynamo.utils import ReinplaceCounters
     from torch._inductor.utils import run_and_get_code
 
-    run = Run("qwen3_next", [STATES, ATTENTION], 4, inner="inductor")
+    run = Run("qwen3_next", [STATES, ATTENTION], 4, decode={"inner": "inductor"})
+    first = run.go_on(run.prompt, 1)
     ReinplaceCounters.clear()
     with torch._inductor.config.patch(force_disable_caches=True):
-        got, code = run_and_get_code(run.go_on, run.prompt, 4)
-    assert torch.equal(got, run.want)
-    assert ReinplaceCounters.get_total_missed() == 0 and len(code) == 2
-    for source, loads in zip(code, (0, 2), strict=True):
-        assert source.count("torch.ops.pm_ops.store_kv.default(arg") == 3
-        assert source.count("torch.ops.pm_ops.load_kv.default(arg") == loads
-        assert f"empty_strided_cpu(({run.pool.whole.buffer.numel()}," not in source
+        got, (code,) = run_and_get_code(run.go_on, first, 3)
+    assert torch.equal(torch.cat([first, got], 1), run.want)
+    assert ReinplaceCounters.get_total_missed() == 0
+    assert code.count("torch.ops.pm_ops.store_kv.default(arg") == 3
+    assert code.count("torch.ops.pm_ops.load_kv.default(arg") == 2
+    assert f"empty_strided_cpu(({run.pool.whole.buffer.numel()}," not in code
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_layers_of_states_and_two_of_attention_on_a_gpu(family: str, mode: str | None) -> None:
-    """Compiled by Inductor, with and without CUDA graphs; a sequence moves and is copied between replays."""
+    """Compiled by Inductor; or decode alone with CUDA graphs, and a sequence moves and is copied between replays."""
     from torch._dynamo.utils import counters
 
-    run = Run(family, [*[STATES] * 4, ATTENTION] * 2, 24, "cuda", inner="inductor", mode=mode)
+    options = {"inner": "inductor"} if mode is None else {"decode": {"inner": "inductor", "mode": mode}}
+    run = Run(family, [*[STATES] * 4, ATTENTION] * 2, 24, "cuda", **options)
+    first = run.go_on(run.prompt, 1)
     counters.clear()
-    got = run.go_on(run.prompt, 12)
+    got = torch.cat([first, run.go_on(first, 11)], 1)
     old, new = run.pages(1), run.pool.allocator.alloc(len(run.pages(1)))
     with writes_only(run.pool.whole.buffer, page_bytes(run.pool.whole, new)):
         run.pool.whole.copy(old, new)
