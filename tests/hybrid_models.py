@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pm_ops
 from pm_ops.hybrid import smallest_page_size
+from pm_ops.testing import fill_random
 
 BATCH, MAX_LEN = 2, 40
 STATES, ATTENTION = "linear_attention", "full_attention"
@@ -75,7 +76,7 @@ def make_pool(like: Any, num_pages: int) -> pm_ops.HybridPool:
     page_size = smallest_page_size(pm_ops.page_major(*shape, 1, keys.dtype).token_bytes, state.page_bytes, multiple=8)
     attention = pm_ops.page_major(*shape, min(page_size, 16), keys.dtype).numbered(layers)
     pool = pm_ops.HybridPool({"attention": attention, "state": state}, num_pages, keys.device)
-    pm_ops.testing.fill_random(pool.whole.buffer)
+    fill_random(pool.whole.buffer)
     taken = pool.allocator.alloc(num_pages)
     pool.allocator.free([*taken[1::2], *taken[::2]])
     return pool

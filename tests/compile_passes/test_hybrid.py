@@ -264,3 +264,16 @@ def test_states_of_a_cache_without_attention_are_bound_by_sequence() -> None:
     lazy = SimpleNamespace(layers=[type(kept)(), type(kept)()])
     with pytest.raises(ValueError, match="layer 0 has no conv states yet, nor tells a layer of how many sequences"):
         bind(pm_ops.PagePool(layout, 7), lazy)
+
+
+def test_a_kernel_that_updates_states_outside_of_the_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("qwen3_next", [STATES, ATTENTION], 1)
+    first = run.go_on(run.prompt, 1)
+    modeling = transformers.models.qwen3_next.modeling_qwen3_next
+    kernel = torch.compiler.disable(modeling.causal_conv1d_update)
+    monkeypatch.setattr(modeling, "causal_conv1d_update", kernel)
+    run.compiled = torch.compile(run.model, backend=page_major_backend(run.binding, "eager"))
+    before = run.pool.whole.buffer.clone()
+    with pytest.raises(RuntimeError, match="layer 0 conv, which lives in pages and has no data of its own"):
+        run.go_on(first, 1)
+    assert torch.equal(run.pool.whole.buffer, before)
