@@ -172,7 +172,7 @@ def bind(
     batch = keys[0].shape[0] if keys else None
     with states_of(cache, pools, batch) as kept:
         sequences = next((t.shape[0] for own in kept.values() for t in own), batch)
-        return _bind(pool, pools, keys or None, values or None, kept, dims, sequences)
+        return _bind(pool, pools, keys, values, kept, dims, sequences)
 
 
 def _bind(

@@ -83,7 +83,7 @@ def _needed(planes: Sequence[CachePlane]) -> str:
 
 def _of_tokens(planes: Sequence[CachePlane]) -> str:
     sizes = {p.page_size for p in planes}
-    return "" if any(p.state_of_sequence for p in planes) else f" of {counted(sizes.pop(), 'token')}"
+    return f" of {counted(sizes.pop(), 'token')}" if len(sizes) == 1 and not planes[-1].state_of_sequence else ""
 
 
 def _take_all(pool: PagePool | HybridPool, planes: Sequence[CachePlane]) -> None:

@@ -69,8 +69,11 @@ def _states(
         planes = layers_with(pools, kind)
         for i, layer in enumerate(cache.layers):
             own = getattr(layer, f"{name}_states", {})
-            if len(own) > 1:
-                raise ValueError(f"layer {i} keeps {len(own)} states of a kind; pass keys=, values= and states=")
+            if not isinstance(own, dict) or len(own) > 1:
+                raise ValueError(
+                    f"layer {i} keeps {name} states in a form that bind does not know: several of them, or not as "
+                    "transformers 5.17 does; pass keys=, values= and states="
+                )
             if i in planes:
                 if own and own[0] is None:
                     _make(layer, i, name, planes[i].layout.plane(i, kind), batch, planes[i].device)

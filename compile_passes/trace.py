@@ -109,8 +109,16 @@ def capture(gm: GraphModule, inputs: Sequence[Any], replace: Mapping[int, Tensor
 
 def record(run: Callable[..., Any], fakes: Sequence[Any], mode: FakeTensorMode) -> GraphModule:
     """What ``run`` calls, as a graph of ATen and custom operators; nodes keep the stack traces of what is run."""
-    with mode, enable_python_dispatcher(), torch.fx.traceback.preserve_node_meta():
+    # As AOTAutograd traces; some operators have their sizes as symbols there alone. Without, matmul is taken apart
+    # by torch's C++, as the goldens have it.
+    python = enable_python_dispatcher() if any(map(_has_symbols, fakes)) else contextlib.nullcontext()
+    with mode, python, torch.fx.traceback.preserve_node_meta():
         return make_fx(run, _allow_non_fake_inputs=True)(*fakes)
+
+
+def _has_symbols(x: Any) -> bool:
+    sizes = (*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,)
+    return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 def _fake(x: Any, mode: FakeTensorMode) -> Any:
