@@ -93,7 +93,7 @@ class PageMajorBackend:
 
     def _added(self) -> list[Tensor]:
         table = self.binding.page_table
-        return [self.binding.pool.buffer, *([] if table is None else [table])]
+        return [self.binding.buffer, *([] if table is None else [table])]
 
     def _rewrite(
         self, gm: GraphModule, inputs: Sequence[Any], bound: dict[int, int]
@@ -101,7 +101,7 @@ class PageMajorBackend:
         report = self.binding.report()
         with fresh_fakes() as fakes:
             with fakes:
-                device = self.binding.pool.device
+                device = self.binding.buffer.device
                 bases = {
                     s: torch.empty(self.binding.storage_bytes(s), dtype=torch.uint8, device=device)
                     for s in set(bound.values())

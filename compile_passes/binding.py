@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pm_ops import PagePool
+from pm_ops import HybridPool, PagePool
 from pm_ops.layout import counted
 
 from .cells import Cells
@@ -18,8 +18,10 @@ from .coverage import Cover, check_covered, owners, sharing
 from .facade import Facade, make_facade, refuse_to_load
 from .forms import CachePlane, form_of
 from .internals import empty_storage, give_storage, storage_key
+from .page_tables import give_pages_back, in_columns, layers_with, pools_of, take_pages, whole_pool
 from .report import RewriteReport
 from .states import named_states, state_form
+from .static_cache import attention_caches, states_of
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,22 @@ class Binding:
 
     Attributes:
         pool: the pages.
+        buffer: of the pool.
         planes: every bound cache, in the order given.
-        page_table: int32 ``[batch, ceil(seq / page_size)]`` for caches with a batch axis, else None. Compiled graphs
-            read it anew on every call, so pages may be moved between calls: copy them, then update it in place.
+        page_table: int32 ``[batch, columns]`` for caches and states with a batch axis, else None. A row has all pages
+            of a sequence: ``ceil(seq / page_size)`` of keys and values, then, where states are bound, one of states.
+            Compiled graphs read it anew on every call, so pages may be moved between calls: copy them, then update it
+            in place.
     """
 
     def __init__(
-        self, pool: PagePool, planes: Sequence[CachePlane], stored: Sequence[Stored], page_table: Tensor | None
+        self,
+        pool: PagePool | HybridPool,
+        planes: Sequence[CachePlane],
+        stored: Sequence[Stored],
+        page_table: Tensor | None,
     ) -> None:
-        self.pool = pool
+        self.pool, self.buffer = pool, whole_pool(pool).buffer
         self.planes = tuple(planes)
         self.page_table = page_table
         self._stored = tuple(stored)
@@ -56,7 +65,7 @@ class Binding:
                 for plane in s.planes:
                     self.cells(plane).fill(s.tensor.untyped_storage())
         except BaseException:  # out of memory, say: the caches are as they were, and so are to be the pages
-            self._free_pages()
+            give_pages_back(pool, page_table)
             raise
         self._hooks = [
             module.register_load_state_dict_pre_hook(refuse_to_load(names))
@@ -65,7 +74,7 @@ class Binding:
         for s in self._stored:
             cover = functools.partial(Cover, planes=s.planes, nbytes=s.nbytes, cells=self.cells)
             for tensor, _ in s.classes:
-                make_facade(tensor, cover(tensor).label, cover, torch.empty(0, device=pool.device))
+                make_facade(tensor, cover(tensor).label, cover, torch.empty(0, device=self.buffer.device))
             empty_storage(
                 s.tensor, f"{s.planes[0].label} lives in pages and has no data of its own; call binding.release() first"
             )
@@ -100,7 +109,7 @@ class Binding:
         """Where a bound cache's tokens are in the pages."""
         if self.released:
             raise RuntimeError("this binding was released already")
-        return Cells(self.pool, plane, self.page_table)
+        return Cells(self.buffer, plane, self.page_table)
 
     def release(self) -> None:
         """Undo the binding: the caches get memory, their content and their classes back, and the pages are freed.
@@ -109,7 +118,7 @@ class Binding:
         unless their backend is not strict.
         """
         for s in self._stored:
-            storage = torch.UntypedStorage(s.nbytes, device=self.pool.device)
+            storage = torch.UntypedStorage(s.nbytes, device=self.buffer.device)
             for plane in s.planes:
                 self.cells(plane).drain(storage)
             for tensor, before in s.classes:
@@ -117,16 +126,12 @@ class Binding:
                 tensor.__class__ = before
         for hook in self._hooks:
             hook.remove()
-        self._free_pages()
+        give_pages_back(self.pool, self.page_table)
         self._where = {}
-
-    def _free_pages(self) -> None:
-        whole = range(self.pool.reserve_null, self.pool.num_pages)
-        self.pool.allocator.free(whole if self.page_table is None else self.page_table.flatten().tolist())
 
 
 def bind(
-    pool: PagePool,
+    pool: PagePool | HybridPool,
     cache: Any = None,
     *,
     keys: Iterable[Tensor] | None = None,
@@ -137,14 +142,18 @@ def bind(
     """Move caches into a pool's pages and turn the tensors into facades, which hold no memory.
 
     Args:
-        pool: one plane ``"key"`` and ``"value"`` a layer, of the caches' dtype and on their device, without scales.
-        cache: a transformers StaticCache after ``early_initialization``; instead of keys and values.
+        pool: one plane ``"key"`` and ``"value"`` a layer, of the caches' dtype and on their device, without scales. A
+            hybrid model's attention pages and state pages are the kinds of a HybridPool, whose layers are numbered as
+            in the model.
+        cache: a transformers StaticCache after ``early_initialization``, instead of all of the following. The states
+            of its linear layers are the planes ``"conv"`` and ``"ssm"``; those not made yet are made, as zeros.
         keys, values: the layers' caches in the order of the layout's layers; a stacked cache by its views, such as
             ``keys=kv[0], values=kv[1]``. Forms: ``[slots, heads, head_dim]`` or ``[pages, page_size, heads,
             head_dim]``, addressed by physical slot, which take every page of the pool; ``[batch, heads, seq,
             head_dim]`` or ``[batch, seq, heads, head_dim]``, whose pages come from ``pool.allocator``.
-        states: by kind of plane, such as ``"conv"`` and ``"ssm"``, the recurrent states ``[num_pages, *shape]`` of the
-            layers that have it, in order. They are addressed by page, and take every page of the pool.
+        states: by kind of plane, such as ``"conv"`` and ``"ssm"``, the recurrent states of the layers that have it, in
+            order: ``[batch, *shape]``, a sequence's states in a page from ``pool.allocator``, or ``[num_pages,
+            *shape]``, addressed by page, which take every page of the pool.
         dims: which form it is, ``"SHD"``, ``"PSHD"``, ``"BHSD"`` or ``"BSHD"``; needed only where a shape fits two.
 
     From then on compile the model with this binding's backend only; code that another backend compiled raises an
@@ -154,18 +163,35 @@ def bind(
         ValueError: the caches do not fit the pool or its free pages, or a storage holds more than the caches that are
             bound. Nothing has been changed then.
     """
-    if not isinstance(pool, PagePool):
-        raise ValueError(f"pool must be a pm_ops.PagePool, got {type(pool).__name__}")
-    if cache is not None:
-        if keys is not None or values is not None:
-            raise ValueError("bind takes a cache object, or keys= and values=, not both")
-        keys, values = _static_layers(cache)
-    named = [] if states is not None and keys is values is None else _named(pool, keys, values)
-    storages: dict[int, int] = {}
-    planes = [_plane(pool, layer, kind, t, dims, storages) for layer, kind, t in named]
-    recurrent = [] if states is None else named_states(pool, states)
-    planes += [_state(pool, layer, kind, t, storages) for layer, kind, t in recurrent]
+    pools = pools_of(pool)
+    if cache is None:
+        return _bind(pool, pools, keys, values, states or {}, dims)
+    if any(given is not None for given in (keys, values, states)):
+        raise ValueError("bind takes a cache object, or keys=, values= and states=, not both")
+    keys, values = attention_caches(cache)
+    batch = keys[0].shape[0] if keys else None
+    with states_of(cache, pools, batch) as kept:
+        sequences = next((t.shape[0] for own in kept.values() for t in own), batch)
+        return _bind(pool, pools, keys, values, kept, dims, sequences)
+
+
+def _bind(
+    pool: PagePool | HybridPool,
+    pools: Sequence[PagePool],
+    keys: Iterable[Tensor] | None,
+    values: Iterable[Tensor] | None,
+    states: Mapping[str, Iterable[Tensor]],
+    dims: str | None,
+    batch: int | None = None,
+) -> Binding:
+    named, storages = _named(pools, keys, values), dict[int, int]()
+    planes = [_plane(pools, layer, kind, t, dims, storages) for layer, kind, t in named]
+    recurrent = named_states(pools, states)
+    planes += _states(pools, recurrent, planes, storages, batch)
     named += recurrent
+    if not named:
+        raise ValueError("nothing to bind: pass a cache, keys= and values=, or states=")
+    planes = in_columns(pools, planes)
     _check_distinct(planes)
     tensors = [t for _, _, t in named]
     objects = sharing(tensors)
@@ -182,46 +208,28 @@ def bind(
         nbytes = own[0].untyped_storage().nbytes()
         check_covered(inside, nbytes)
         groups.append(Stored(own[0], nbytes, inside, tuple((t, type(t)) for t in own)))
-    return Binding(pool, planes, groups, _take_pages(pool, planes))
-
-
-def _static_layers(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
-    layers = list(getattr(cache, "layers", []))
-    if not layers:
-        raise ValueError(f"{type(cache).__name__} has no layers; pass a StaticCache, or keys= and values=")
-    sliding = [i for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)]
-    if sliding:
-        raise ValueError(f"layers {sliding} are sliding-window layers, which are not supported yet")
-    for i, layer in enumerate(layers):
-        if not getattr(layer, "is_compileable", False) or not hasattr(layer, "max_cache_len"):
-            raise ValueError(f"layer {i} is a {type(layer).__name__}; only transformers' static layers can be bound")
-        if not layer.is_initialized:
-            raise ValueError(f"layer {i} has no tensors yet; call cache.early_initialization(...) before bind")
-    return [layer.keys for layer in layers], [layer.values for layer in layers]
+    return Binding(pool, planes, groups, take_pages(pool, planes))
 
 
 def _named(
-    pool: PagePool, keys: Iterable[Tensor] | None, values: Iterable[Tensor] | None
+    pools: Sequence[PagePool], keys: Iterable[Tensor] | None, values: Iterable[Tensor] | None
 ) -> list[tuple[int, str, Tensor]]:
-    if keys is None and values is None:
-        raise ValueError("nothing to bind: pass a cache, or keys= and values=")
-    layers = pool.layout.layers
     named: list[tuple[int, str, Tensor]] = []
-    given_caches = [(kind, t if t is None else list(t)) for kind, t in (("key", keys), ("value", values))]
-    for layer in range(len(layers)):
-        for kind, tensors in given_caches:
-            if tensors is None:
-                continue
-            if len(tensors) != len(layers):
-                given = counted(len(tensors), f"{kind} cache")
-                raise ValueError(f"{given} for a layout of {counted(len(layers), 'layer')}; one a layer")
-            named.append((layers[layer], kind, tensors[layer]))
-    return named
+    for kind, given in (("key", keys), ("value", values)):
+        if given is None:
+            continue
+        tensors, layers = list(given), layers_with(pools, kind)
+        if len(tensors) != len(layers):
+            caches = counted(len(tensors), f"{kind} cache")
+            raise ValueError(f"{caches} for a layout of {counted(len(layers), 'layer')} with a plane {kind!r}")
+        named += [(i, kind, t) for i, t in zip(layers, tensors, strict=True)]
+    return sorted(named, key=lambda n: n[:2])
 
 
 def _plane(
-    pool: PagePool, layer: int, kind: str, tensor: Tensor, dims: str | None, storages: dict[int, int]
+    pools: Sequence[PagePool], layer: int, kind: str, tensor: Tensor, dims: str | None, storages: dict[int, int]
 ) -> CachePlane:
+    pool = layers_with(pools, kind)[layer]
     where, plane = f"the {kind} cache of layer {layer}", pool.plane(layer, kind)
     if plane.scales is not None:
         raise ValueError(
@@ -254,42 +262,22 @@ def _require_plain(where: str, tensor: Tensor, dtype: torch.dtype, device: torch
         )
 
 
-def _state(pool: PagePool, layer: int, kind: str, tensor: Tensor, storages: dict[int, int]) -> CachePlane:
-    plane = pool.layout.plane(layer, kind)
-    _require_plain(f"the {kind} state of layer {layer}", tensor, plane.dtype, pool.device)
-    return state_form(pool, layer, kind, tensor, storages.setdefault(storage_key(tensor), len(storages)))
-
-
-def _take_pages(pool: PagePool, planes: Sequence[CachePlane]) -> Tensor | None:
-    """Take the caches' pages from the allocator: a table of them, or for caches addressed by slot all there are."""
-    paged = [p for p in planes if p.paged]
-    sizes = {(p.size("B"), p.size("S")) for p in paged}
-    states = sorted({p.kind for p in planes if pool.layout.plane(p.layer, p.kind).token_stride is None})
-    if paged and states:
-        raise ValueError(
-            f"states {states} are addressed by page and take every page of the pool, where the {paged[0].form} "
-            f"{paged[0].kind} cache has a page table; one binding does not take both yet: bind either of them and "
-            "leave the other to the model, or call the operators on the pages of a HybridPool"
-        )
-    if len(sizes) > 1 or 0 < len(paged) < len(planes):
-        forms = sorted({f"{p.form} {list(p.shape)}" for p in planes})
-        raise ValueError(f"caches of one binding share a page table: one batch and length for all, got {forms}")
-    batch, seq = sizes.pop() if paged else (1, (pool.num_pages - pool.reserve_null) * pool.page_size)
-    columns = -(-seq // pool.page_size)
-    free = pool.allocator.num_free
-    if batch * columns > free and not paged:
-        raise ValueError(
-            f"caches addressed by slot take every page of the pool; {batch * columns - free} of {batch * columns} are "
-            "in use: make a pool of their own"
-        )
-    if batch * columns > free:
-        raise ValueError(
-            f"caches of {batch} x {counted(seq, 'token')} need {counted(batch * columns, 'page')} of "
-            f"{counted(pool.page_size, 'token')}, the pool has {free} free of {pool.num_pages}; give it more pages, or "
-            "free some"
-        )
-    pages = pool.allocator.alloc(batch * columns)
-    return torch.tensor(pages, dtype=torch.int32, device=pool.device).view(batch, columns) if paged else None
+def _states(
+    pools: Sequence[PagePool],
+    named: Sequence[tuple[int, str, Tensor]],
+    beside: Sequence[CachePlane],
+    storages: dict[int, int],
+    batch: int | None,
+) -> list[CachePlane]:
+    batch = next((p.size("B") for p in beside if p.paged), batch)
+    by_page = batch is None and bool(beside)
+    found = []
+    for layer, kind, tensor in named:
+        pool = layers_with(pools, kind)[layer]
+        _require_plain(f"the {kind} state of layer {layer}", tensor, pool.layout.plane(layer, kind).dtype, pool.device)
+        storage = storages.setdefault(storage_key(tensor), len(storages))
+        found.append(state_form(pool, layer, kind, tensor, storage, batch, by_page))
+    return found
 
 
 def _check_distinct(planes: Sequence[CachePlane]) -> None:

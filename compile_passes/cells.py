@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from pm_ops import PagePool
 from pm_ops.ops._common import bits, plane_view
 
 from .forms import CachePlane
@@ -17,21 +16,22 @@ class Cells:
     """The cells of a pool that hold a cache's tokens.
 
     Args:
-        pool: of the pages.
+        buffer: of the pool.
         plane: the cache.
         page_table: of the binding, for caches with a batch axis.
     """
 
-    def __init__(self, pool: PagePool, plane: CachePlane, page_table: Tensor | None) -> None:
+    def __init__(self, buffer: Tensor, plane: CachePlane, page_table: Tensor | None) -> None:
         self.plane = plane
         rows = (plane.page_size, plane.heads, plane.dim, plane.dtype)
-        self._cells = bits(plane_view(pool.buffer, plane.geometry, *rows))
+        self._cells = bits(plane_view(buffer, plane.geometry, *rows))
         if plane.paged:
             assert page_table is not None
-            slots = page_table.long()[:, :, None] * plane.page_size + torch.arange(plane.page_size, device=pool.device)
+            pages = page_table.long()[:, plane.column : plane.column + plane.columns]
+            slots = pages[:, :, None] * plane.page_size + torch.arange(plane.page_size, device=buffer.device)
             slots = slots.flatten(1)[:, : plane.size("S")].flatten()
         else:
-            slots = torch.arange(math.prod(plane.shape) // (plane.heads * plane.dim), device=pool.device)
+            slots = torch.arange(math.prod(plane.shape) // (plane.heads * plane.dim), device=buffer.device)
         self._where = (slots // plane.page_size, slots % plane.page_size)
 
     def fill(self, storage: torch.UntypedStorage) -> None:

@@ -2,8 +2,9 @@
 
 A form is a string of axis letters: ``S`` token slots or positions, ``P`` pages, ``B`` sequences, ``H`` heads, ``D``
 elements of a head. ``SHD`` and ``PSHD`` are an engine's caches, addressed by physical slot; ``BHSD`` and ``BSHD`` are a
-batch of sequences, addressed by position, whose pages the binding's page table names. A recurrent state is ``SHD`` too:
-its slots are pages, its first axis is the heads, and all behind that the elements of a head.
+batch of sequences, addressed by position, whose pages the binding's page table names. Recurrent states are ``SHD``
+too, where they are addressed by page, or ``BHD``, one a sequence: a state's first axis is the heads, and all behind it
+the elements of a head.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class CachePlane:
         geometry: ``PagePool.plane(layer, kind).geometry``.
         page_size: the pool's; 1 for a state.
         storage: number of the storage that it lies in, within its binding.
+        column: of the page table, where a sequence's pages of this plane begin.
     """
 
     layer: int
@@ -42,6 +44,7 @@ class CachePlane:
     geometry: tuple[int, ...]
     page_size: int
     storage: int
+    column: int = 0
 
     @property
     def paged(self) -> bool:
@@ -49,13 +52,23 @@ class CachePlane:
         return "B" in self.form
 
     @property
+    def state_of_sequence(self) -> bool:
+        """A recurrent state a sequence, which is read and written as a whole."""
+        return self.form == "BHD"
+
+    @property
+    def columns(self) -> int:
+        """Pages of one sequence."""
+        return -(-self.size("S") // self.page_size)
+
+    @property
     def label(self) -> str:
         """For messages."""
         return f"layer {self.layer} {self.kind}"
 
     def size(self, letter: str) -> int:
-        """Length of an axis."""
-        return self.shape[self.form.index(letter)]
+        """Length of an axis; 1 if there is none."""
+        return self.shape[self.form.index(letter)] if letter in self.form else 1
 
     @property
     def axes(self) -> list[tuple[str, int, int]]:
@@ -67,8 +80,10 @@ class CachePlane:
 
     def merged(self, outer: str, inner: str) -> bool:
         """Do two axes step through memory as one?"""
-        (i, size) = (self.form.index(inner), self.size(inner))
-        return outer in self.form and self.stride[self.form.index(outer)] == size * self.stride[i]
+        if outer not in self.form or inner not in self.form:
+            return False
+        i = self.form.index(inner)
+        return self.stride[self.form.index(outer)] == self.size(inner) * self.stride[i]
 
 
 def form_of(tensor: Tensor, heads: int, dim: int, page_size: int, num_pages: int, dims: str | None) -> str:

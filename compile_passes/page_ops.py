@@ -63,7 +63,8 @@ class PageOps:
     def slots(self, selection: Selection) -> Tensor:
         """The selection's slots, computed once where K and V, or several layers, are addressed alike."""
         region, plane = selection.region, selection.region.plane
-        space = (plane.form, plane.shape if plane.paged else None, plane.heads == 1, selection.labels, selection.wraps)
+        shape = plane.shape if plane.paged and not plane.state_of_sequence else None
+        space = (plane.form, plane.column, shape, plane.heads == 1, selection.labels, selection.wraps)
         starts = tuple((axis, str(start)) for axis, start in region.start.items())
         dims = tuple((d.axis, d.step, str(d.size)) for d in region.dims)
         indices = tuple((n, id(index)) for n, index in selection.indices.items())

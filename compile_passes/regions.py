@@ -91,6 +91,23 @@ def locate(view: Tensor, planes: Sequence[CachePlane]) -> Region:
     )
 
 
+def whole(plane: CachePlane) -> Region:
+    """All of a cache."""
+    dims = tuple(Dim("1", 0, 1) if n == 1 else Dim(axis, 1, n) for axis, n in zip(plane.form, plane.shape, strict=True))
+    return Region(plane, dims, dict.fromkeys(plane.form, 0))
+
+
+def state_of(view: Tensor, planes: Sequence[CachePlane]) -> CachePlane | None:
+    """The states of sequences that a view lies in, whatever its dimensions are, where these states have no gaps."""
+    for plane in planes:
+        first, size = view.storage_offset() - plane.storage_offset, plane.shape[0] * plane.heads * plane.dim
+        last = first + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+        gapless = plane.stride == (plane.heads * plane.dim, plane.dim, 1)
+        if plane.state_of_sequence and gapless and view.dtype == plane.dtype and first >= 0 and last < size:
+            return plane
+    return None
+
+
 def _undecided() -> RewriteError:
     return RewriteError(
         "where a view of a cache begins or ends is a number read from a tensor; index with the tensor, as in k[slots]"

@@ -15,7 +15,7 @@ from .engine_ops import ENGINE_OPS, ROTARY_OPS
 from .forms import CachePlane
 from .internals import asks_metadata, is_mutable, is_view, storage_key, written
 from .page_ops import PageOps
-from .regions import Region, locate
+from .regions import Region, locate, state_of, whole
 from .report import RewriteError, form_of, user_line
 from .rotary_ops import Call, rotate
 from .rules import READS, WRITES
@@ -161,7 +161,8 @@ class Rewriter(Interpreter):
         """Run a node on dense copies of the caches it reads, if that was asked for; raise RewriteError if not."""
         if any(self.on_cache(x) for x in written(n.target, *self.fetch_args_kwargs_from_env(n))):
             raise RewriteError(f"{n.target} may write to a bound cache, and has no exact counterpart on pages")
-        if not self._materialize:
+        shadows = (self.env[m] for m in n.all_input_nodes if m in self._shadows)
+        if not self._materialize and not all(self.on_cache(x) and self._state(x) for x in shadows):
             raise RewriteError(
                 f"{form_of(n)} reads a bound cache: {reason}. Supported are gathers by slot (indexing, index_select, "
                 "gather), scaled_dot_product_attention, and registered engine operators; "
@@ -188,7 +189,7 @@ class Rewriter(Interpreter):
     def store(self, selection: Selection, value: Tensor) -> None:
         """Write a value to a selection; a view of a cache is read first, where that was asked for."""
         if self.on_cache(value):
-            if not self._materialize:
+            if not self._materialize and self._state(value) is None:
                 raise RewriteError(
                     "a view of a bound cache is written into a bound cache; gather the tokens first, as in k[slots], "
                     'or pass on_unsupported_read="materialize"'
@@ -197,11 +198,28 @@ class Rewriter(Interpreter):
         self.pages.store(selection, value)
 
     def materialize(self, view: Tensor) -> Tensor:
-        """A dense copy of what a view of a cache covers, with its dimensions in the same order in memory."""
-        region = self.locate(view)
-        dense = self.pages.load(select(region, []))
-        self.pages.note("materialize", (region.plane,), "load_kv of the whole view")
-        return laid_out(dense, in_memory_order(view))
+        """A dense copy of what a view of a cache covers, with its dimensions in the same order in memory.
+
+        States of sequences are gathered whole, once until they are written again.
+        """
+        plane = self._state(view)
+        if plane is None:
+            region = self.locate(view)
+            dense = self.pages.load(select(region, []))
+            self.pages.note("materialize", (region.plane,), "load_kv of the whole view")
+            return laid_out(dense, in_memory_order(view))
+        key = ("state", plane, self.pages.writes.get(plane))
+        states = self.pages.once(key, view, lambda: self.pages.load(select(whole(plane), [])))
+        self.pages.note("read", (plane,), "load_kv of the states")
+        if view.numel() == states.numel() and view.is_contiguous():
+            return states.view(view.shape)
+        return states.as_strided(view.shape, view.stride(), view.storage_offset() - plane.storage_offset)
+
+    def _state(self, view: Any) -> CachePlane | None:
+        """The states of sequences that a view lies in. A model reads them whole, to make the next ones of them."""
+        if not isinstance(view, Tensor):
+            return None
+        return state_of(view, self.binding.storage_planes(self._storages[storage_key(view)]))
 
 
 @contextmanager

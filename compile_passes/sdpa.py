@@ -39,7 +39,8 @@ class Sequences:
     @property
     def where(self) -> tuple[Any, ...]:
         """Equal for two planes of which the same tokens are read."""
-        return (self.plane.form, *map(str, (self.batch, self.row, self.first, self.spacing, self.length, self.group)))
+        tokens = (self.batch, self.row, self.first, self.spacing, self.length, self.group)
+        return (self.plane.form, self.plane.column, *map(str, tokens))
 
 
 def rewrite_sdpa(rw: Rewriter, n: Node) -> Tensor:
@@ -158,8 +159,9 @@ def _page_table(rw: Rewriter, s: Sequences) -> Tensor:
     size = s.plane.page_size
     if s.plane.paged:
         assert rw.pages.page_table is not None
-        whole = (s.row, s.first, s.batch) == (0, 0, rw.pages.page_table.shape[0])
-        return rw.pages.page_table if whole else rw.pages.page_table[s.row : s.row + s.batch, s.first // size :]
+        begin, end = s.plane.column + s.first // size, s.plane.column + s.plane.columns
+        whole = (s.row, s.batch, begin, end) == (0, rw.pages.page_table.shape[0], 0, rw.pages.page_table.shape[1])
+        return rw.pages.page_table if whole else rw.pages.page_table[s.row : s.row + s.batch, begin:end]
 
     def pages() -> Tensor:
         across = torch.arange((s.length + size - 1) // size, dtype=torch.int32, device=rw.pages.buffer.device)

@@ -71,7 +71,8 @@ class Selection:
             if self.region.find("T"):
                 flat = at["B"] * length + at["S"] + at["T"]
                 at["B"], at["S"] = flat // length, flat % length
-            slots = page_table[at["B"], at["S"] // size] * size + at["S"] % size
+            column = at["S"] // size
+            slots = page_table[at["B"], column + plane.column if plane.column else column] * size + at["S"] % size
         if outside:
             slots = slots.masked_fill(functools.reduce(operator.or_, outside), -1)
         shape = [self.shape[i] for i in self.tokens] or [1]

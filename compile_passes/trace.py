@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx.traceback
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
@@ -108,8 +109,16 @@ def capture(gm: GraphModule, inputs: Sequence[Any], replace: Mapping[int, Tensor
 
 def record(run: Callable[..., Any], fakes: Sequence[Any], mode: FakeTensorMode) -> GraphModule:
     """What ``run`` calls, as a graph of ATen and custom operators; nodes keep the stack traces of what is run."""
-    with mode, torch.fx.traceback.preserve_node_meta():
+    # As AOTAutograd traces; some operators have their sizes as symbols there alone. Without, matmul is taken apart
+    # by torch's C++, as the goldens have it.
+    python = enable_python_dispatcher() if any(map(_has_symbols, fakes)) else contextlib.nullcontext()
+    with mode, python, torch.fx.traceback.preserve_node_meta():
         return make_fx(run, _allow_non_fake_inputs=True)(*fakes)
+
+
+def _has_symbols(x: Any) -> bool:
+    sizes = (*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,)
+    return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 def _fake(x: Any, mode: FakeTensorMode) -> Any:

@@ -1,183 +1,106 @@
-"""A hybrid model on one pool: pages of keys and values and pages of recurrent state, side by side in one buffer.
+"""A hybrid model, compiled as it is, on one pool: keys, values and recurrent states in the pages of one buffer.
 
-A small Bamba (Mamba-2 layers, and attention in some) with random weights answers a batch of prompts of unequal length:
-once on transformers' own caches, once with every layer's data in one :class:`pm_ops.HybridPool`. Its attention layers
-run through ``pm_ops.adapters.transformers``; its Mamba layers through the function below, which takes a mixer's weights
-and calls the operators over states. Halfway, every sequence moves to other pages in one call, its states with its keys
-and values, and the pages that it leaves are wiped. The tokens are the same.
+A small Qwen3-Next (8 layers of gated delta rule, 2 of attention) with random weights goes on from two prompts: once on
+transformers' own StaticCache, once with all that the cache holds bound to a :class:`pm_ops.HybridPool`. Halfway, one
+call moves a sequence to other pages, its states with its keys and values, and its old pages are wiped. The tokens are
+the same. Then one call copies that sequence over the other one, which from there on says the same.
 Run: `python examples/hybrid_state.py`, with or without a GPU.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BambaConfig, BambaForCausalLM
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, StaticCache
 
 import pm_ops
-from pm_ops.adapters.paged_batch import PagedBatch
-from pm_ops.adapters.transformers import PageMajorLayer
+from pm_ops.compile_passes import Binding, bind, page_major_backend
 from pm_ops.hybrid import smallest_page_size
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.float32
-ATTENTION = [2, 5]
-CONFIG = BambaConfig(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=6, attn_layer_indices=ATTENTION,
-    num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16,
-    mamba_n_groups=2, initializer_range=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONFIG = Qwen3NextConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=10, layer_types=None,
+    full_attention_interval=5, num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, mlp_only_layers=list(range(10)),
+    initializer_range=0.3, pad_token_id=0, eos_token_id=None,
 )  # fmt: skip
-PROMPTS, TOKENS = (200, 9, 70), 24
+BATCH, PROMPT, TOKENS = 2, 40, 24
 
 
-def pool_for(config: BambaConfig, num_pages: int) -> pm_ops.HybridPool:
-    """Attention pages are made long enough for a page of states."""
-    mamba = [i for i in range(config.num_hidden_layers) if i not in ATTENTION]
-    width = config.mamba_expand * config.hidden_size + 2 * config.mamba_n_groups * config.mamba_d_state
+def pool_for(config: Qwen3NextConfig, num_pages: int) -> pm_ops.HybridPool:
+    """Attention pages are made long enough for a page of states; the layers keep their numbers."""
+    layers = {t: [i for i, own in enumerate(config.layer_types) if own == t] for t in set(config.layer_types)}
+    heads, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * key + heads * value
     states = {
-        "conv": ((width, config.mamba_d_conv - 1), DTYPE),
-        "ssm": ((config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state), torch.float32),
+        "conv": ((channels, config.linear_conv_kernel_dim), torch.float32),
+        "ssm": ((heads, key, value), torch.float32),
     }
-    state = pm_ops.state_page(mamba, states, align=16)
-    shape = len(ATTENTION), config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    one = pm_ops.page_major(*shape, 1, DTYPE)
-    page_size = smallest_page_size(one.token_bytes, state.page_bytes)
-    attention = pm_ops.page_major(*shape, page_size, DTYPE).numbered(ATTENTION)
+    state = pm_ops.state_page(layers["linear_attention"], states, align=16)
+    shape = len(layers["full_attention"]), config.num_key_value_heads, config.head_dim
+    page_size = smallest_page_size(pm_ops.page_major(*shape, 1, torch.float32).token_bytes, state.page_bytes)
+    attention = pm_ops.page_major(*shape, page_size, torch.float32).numbered(layers["full_attention"])
     return pm_ops.HybridPool({"attention": attention, "state": state}, num_pages, DEVICE)
 
 
-class StateLayer(LinearAttentionCacheLayerMixin):
-    """What transformers asks a layer with recurrent states; the states themselves are in the pool."""
-
-    is_compileable = False
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("this cache's states are in pages; run the model with paged_mixer")
-
-    update_conv_state = update_recurrent_state = lazy_initialization
+def new_cache(config: Qwen3NextConfig) -> StaticCache:
+    """transformers' own, which has not seen a token."""
+    cache = StaticCache(config=config, max_cache_len=PROMPT + TOKENS)
+    cache.early_initialization(BATCH, config.num_key_value_heads, config.head_dim, torch.float32, DEVICE)
+    return cache
 
 
-class HybridCache(Cache):
-    """Each sequence owns pages of keys and values, as many as it needs, and one page of states."""
-
-    def __init__(self, pool: pm_ops.HybridPool, config: BambaConfig) -> None:
-        self.pool, self.batch = pool, PagedBatch(pool["attention"])
-        self.states: list[int] = []
-        numbers = range(config.num_hidden_layers)
-        super().__init__(layers=[PageMajorLayer(self.batch, i) if i in ATTENTION else StateLayer() for i in numbers])
-
-    def state_indices(self, rows: int) -> Tensor:
-        """Each sequence's page of states."""
-        if not self.states:
-            self.states = self.pool.allocator.alloc(rows)
-        return torch.tensor(self.states, device=self.pool.whole.device)
-
-    def move(self, row: int) -> int:
-        """One sequence to other pages, in one call for all its layers; returns how many pages moved."""
-        old = [*self.batch.rows[row].pages, self.states[row]]
-        new = self.pool.allocator.alloc(len(old))
-        self.pool.whole.copy(old, new)
-        self.pool.whole.zero(old)
-        self.pool.allocator.free(old)
-        *self.batch.rows[row].pages, self.states[row] = new
-        return len(new)
+def go_on(model: Any, cache: StaticCache, step: Tensor, tokens: int) -> Tensor:
+    """The next tokens, the best ones, ``[batch, tokens]``."""
+    said, step = [], step.contiguous()  # a step's strides are guarded on
+    for _ in range(tokens):
+        step = model(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        said.append(step)
+    return torch.cat(said, 1)
 
 
-def paged_mixer(
-    mixer: Any, hidden_states: Tensor, cache_params: HybridCache, attention_mask: Tensor | None = None, **_: Any
-) -> Tensor:
-    """A Mamba-2 mixer's forward pass. ``attention_mask``, 2-D, is False for padding, which has no state."""
-    rows, length, _ = hidden_states.shape
-    layer, number = cache_params.layers[mixer.layer_idx], mixer.layer_idx
-    pool, pages = cache_params.pool["state"], cache_params.state_indices(rows)
-    sizes = [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads]
-    gate, channels, dt = mixer.in_proj(hidden_states).split(sizes, dim=-1)
-    filters = dict(bias=mixer.conv1d.bias, silu=True)
-    weight = mixer.conv1d.weight.squeeze(1)
-    options = dict(D=mixer.D, dt_bias=mixer.dt_bias, dt_softplus=True)
-    A = -torch.exp(mixer.A_log.float())
-
-    def split(channels: Tensor) -> list[Tensor]:
-        inner, groups = mixer.intermediate_size, mixer.n_groups
-        x, B, C = channels.split([inner, groups * mixer.ssm_state_size, groups * mixer.ssm_state_size], dim=-1)
-        return [x.unflatten(-1, (mixer.num_heads, -1)), *(rows.unflatten(-1, (groups, -1)) for rows in (B, C))]
-
-    if layer.has_previous_state[0] and length == 1:
-        x, B, C = split(pm_ops.conv1d_update(pool, number, channels[:, 0], weight, pages, **filters))
-        out = pm_ops.selective_state_update(pool, number, x, dt[:, 0], A, B, C, pages, **options)
-    else:
-        real = hidden_states.new_ones(rows, length).bool() if attention_mask is None else attention_mask.bool()
-        tokens = real.flatten().nonzero()[:, 0]
-        start = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
-        known = torch.full((rows,), layer.has_previous_state[0], device=pages.device)
-        new, dt = channels.flatten(0, 1)[tokens], dt.flatten(0, 1)[tokens]
-        x, B, C = split(
-            pm_ops.conv1d_prefill(pool, number, new, weight, start, pages, **filters, has_initial_state=known)
-        )
-        y = pm_ops.selective_scan_prefill(
-            pool,
-            number,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            start,
-            pages,
-            **options,
-            dt_limits=mixer.time_step_limit,
-            has_initial_state=known,
-        )
-        out = y.new_zeros(rows * length, *y.shape[1:]).index_copy_(0, tokens, y)
-    layer.has_previous_state[0] = True
-    return mixer.out_proj(mixer.norm(out.reshape(rows, length, -1), gate).to(hidden_states.dtype))
-
-
-def on_pages(model: BambaForCausalLM) -> None:
-    """From now on the model's layers read and write pages."""
-    model.set_attn_implementation("pm_ops")
-    for layer in model.model.layers:
-        if layer.block_type == "linear_attention":
-            layer.mamba.forward = functools.partial(paged_mixer, layer.mamba)
-
-
-def prompts() -> dict[str, Tensor]:
-    """A batch, padded on the left."""
-    mask = torch.zeros(len(PROMPTS), max(PROMPTS), dtype=torch.long)
-    for row, length in zip(mask, PROMPTS, strict=True):
-        row[-length:] = 1
-    ids = torch.randint(2, CONFIG.vocab_size, mask.shape) * mask
-    return {"input_ids": ids.to(DEVICE), "attention_mask": mask.to(DEVICE)}
+def move(binding: Binding, row: int) -> int:
+    """A sequence to other pages, all that it has in one call; returns how many pages these are."""
+    pool, old = binding.pool, binding.page_table[row].tolist()
+    new = pool.allocator.alloc(len(old))
+    pool.whole.copy(old, new)
+    pool.whole.zero(old)
+    pool.allocator.free(old)
+    binding.page_table[row] = torch.tensor(new)
+    return len(new)
 
 
 @torch.inference_mode()
 def main() -> None:
     torch.manual_seed(0)
-    model = BambaForCausalLM(CONFIG).to(DEVICE, DTYPE).eval()
-    inputs = prompts()
-    options: dict[str, Any] = dict(do_sample=False)
-    expected = model.generate(**inputs, **options, max_new_tokens=TOKENS)
+    model = Qwen3NextForCausalLM(CONFIG).to(DEVICE).eval()
+    prompts = torch.randint(1, CONFIG.vocab_size, (BATCH, PROMPT), device=DEVICE)
+    expected = go_on(model, new_cache(CONFIG), prompts, TOKENS)
 
-    on_pages(model)
-    pool = pool_for(CONFIG, num_pages=16)
+    pool, cache = pool_for(CONFIG, num_pages=12), new_cache(CONFIG)
     print(pool)
-    cache = HybridCache(pool, CONFIG)
-    half = model.generate(**inputs, **options, max_new_tokens=TOKENS // 2, past_key_values=cache)
-    moved = sum(cache.move(row) for row in range(len(PROMPTS)))
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, TOKENS // 2), value=1)
-    got = model.generate(
-        half, attention_mask=mask, **options, max_new_tokens=TOKENS - TOKENS // 2, past_key_values=cache
-    )
+    binding = bind(pool, cache)
+    # As is right for one long step, and on the CPU, where the operators are plain torch: rewritten, not made faster.
+    prefill = torch.compile(model, backend=page_major_backend(binding, "eager"))
+    decode = torch.compile(model, backend=page_major_backend(binding)) if DEVICE.type == "cuda" else prefill
 
-    used = pool.whole.num_pages - pool.allocator.num_free
-    print(f"{len(PROMPTS)} sequences own {used} pages of {pool.whole.page_stride} B, {len(PROMPTS)} of them of states")
-    print(f"moved halfway: {moved} pages in {len(PROMPTS)} calls, keys, values and states together")
-    print(f"the same {got[:, -TOKENS:].numel()} tokens as on transformers' own caches: {torch.equal(got, expected)}")
-    if not torch.equal(got, expected):
+    first = go_on(prefill, cache, prompts, 1)
+    half = go_on(decode, cache, first, TOKENS // 2)
+    moved = move(binding, row=0)
+    rest = go_on(decode, cache, half[:, -1:], TOKENS - TOKENS // 2 - 5)
+    got = torch.cat([first, half, rest], 1)
+    print(binding.report())
+    print(f"moved halfway in one call: {moved} pages, of keys, of values and of states")
+    same = torch.equal(got, expected[:, : got.shape[1]])
+    print(f"the same {got.numel()} tokens as on transformers' own cache: {same}")
+
+    pool.whole.copy(binding.page_table[0], binding.page_table[1])  # the other sequence is now this one
+    fork = go_on(decode, cache, got[:1, -1:].expand(BATCH, 1), 4)
+    forked = torch.equal(fork[0], fork[1]) and torch.equal(fork[0], expected[0, got.shape[1] :])
+    print(f"copied in one call, the other sequence goes on as this one: {forked}")
+    if not (same and forked):
         raise SystemExit("the tokens differ")
 
 

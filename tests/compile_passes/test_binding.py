@@ -155,7 +155,7 @@ def test_caches_may_come_from_a_generator() -> None:
 
 
 def test_a_layout_is_no_pool() -> None:
-    with pytest.raises(ValueError, match=r"pool must be a pm_ops\.PagePool, got PageLayout"):
+    with pytest.raises(ValueError, match=r"pool must be a pm_ops\.PagePool or a pm_ops\.HybridPool, got PageLayout"):
         bind(make_pool().layout, keys=caches(40, HEADS, DIM))  # type: ignore[arg-type]
 
 

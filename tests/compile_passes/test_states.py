@@ -145,7 +145,15 @@ def test_a_part_of_a_state_is_refused() -> None:
     [
         (lambda s: {**s, "conv": s["conv"][:1]}, "1 conv state for a layout that has 2 layers with a plane 'conv'"),
         (lambda s: {"key": s["conv"]}, "2 key states for a layout that has 0 layers"),
-        (lambda s: {"conv": [t[:4].clone() for t in s["conv"]]}, r"it must be \[6, 6, 3\], a state for each of"),
+        (
+            lambda s: {"conv": [t[:, :4].clone() for t in s["conv"]]},
+            r"it must be \[6, 6, 3\], a state for each of the pool's 6 pages, or one for each of a batch of sequences",
+        ),
+        (lambda s: {**s, "conv": [t[:4].clone() for t in s["conv"]]}, "one batch and length for all"),
+        (
+            lambda s: {"sum": [torch.zeros(9, 7) for _ in s["sum"]]},
+            "states of 9 sequences need 9 pages, the pool has 6",
+        ),
         (lambda s: {"conv": [t.float() for t in s["conv"]]}, "its plane torch.float16 on cpu; they must agree"),
         (
             lambda s: {"ssm": [torch.zeros(6, 2, 5, 4).transpose(2, 3) for _ in s["ssm"]]},
@@ -171,69 +179,18 @@ def test_a_plane_of_tokens_is_no_state() -> None:
         bind(pool)
 
 
-def test_attention_caches_with_a_page_table_and_states_are_refused_together() -> None:
+def test_pages_that_hold_keys_and_states_hold_a_sequences_states_in_a_page_of_their_own() -> None:
+    """A layout of both: the page table's last column is the states'. Other batches than the caches' are refused."""
     rows = pm_ops.page_major(1, 2, 8, 4, torch.float32)
     state = Plane(0, "conv", rows.page_bytes, None, 12, (6, 3), torch.float32)
     layout = pm_ops.PageLayout(4, rows.page_bytes + 72, (*rows.planes, state), "both")
-    pool = pm_ops.PagePool(layout, PAGES)
-    keys, states = [torch.zeros(2, 2, 12, 8)], {"conv": [torch.zeros(PAGES, 6, 3)]}
-    with pytest.raises(ValueError, match=r"\['conv'\] are addressed by page .* the BHSD key cache .* bind either"):
+    pool = pm_ops.PagePool(layout, 9)
+    keys, states = [torch.randn(2, 2, 12, 8)], {"conv": [torch.randn(PAGES, 6, 3)]}
+    with pytest.raises(ValueError, match=r"shape \[6, 6, 3\]; beside others of 2 sequences it must be \[2, 6, 3\]"):
         bind(pool, keys=keys, states=states)
-    assert pool.allocator.num_free == PAGES and not pool.buffer.any()
-
-
-def test_transformers_mamba_2_decodes_compiled_on_pages() -> None:
-    """Its cache after a prefill, bound; the model reads whole states, so their reads are copies out of the pages."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Mamba2Config(
-        vocab_size=64, hidden_size=48, num_heads=6, head_dim=16, expand=2, state_size=12, n_groups=2, conv_kernel=4,
-        chunk_size=16, num_hidden_layers=2, initializer_range=0.3,
-    )  # fmt: skip
-    model = transformers.Mamba2ForCausalLM(config).eval()
-    with torch.no_grad():
-        out = model(torch.randint(0, 64, (3, 9)), use_cache=True)
-        cache, token = out.cache_params, out.logits[:, -1:].argmax(-1)
-        stock = copy.deepcopy(cache)
-        states = {
-            "conv": [layer.conv_states[0] for layer in cache.layers],
-            "ssm": [layer.recurrent_states[0] for layer in cache.layers],
-        }
-        shapes = {kind: (tuple(first.shape[1:]), first.dtype) for kind, (first, *_) in states.items()}
-        pool = pm_ops.PagePool(pm_ops.state_page(2, shapes, align=16), 3)
-        backend = page_major_backend(bind(pool, states=states), inner="eager", on_unsupported_read="materialize")
-        compiled = torch.compile(model, backend=backend)
-        for _ in range(3):
-            expected = model(token, use_cache=True, cache_params=stock).logits
-            torch.testing.assert_close(compiled(token, use_cache=True, cache_params=cache).logits, expected)
-            token = expected[:, -1:].argmax(-1)
-    for i, layer in enumerate(stock.layers):
-        torch.testing.assert_close(pool.view(i, "conv"), layer.conv_states[0])
-        torch.testing.assert_close(pool.view(i, "ssm"), layer.recurrent_states[0])
-
-
-def test_transformers_qwen3_next_decodes_compiled_with_its_states_on_pages() -> None:
-    """A hybrid model: its states are bound, and its attention caches stay its own."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3NextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=2, head_dim=16,
-        shared_expert_intermediate_size=16, num_experts_per_tok=1, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=8, linear_value_head_dim=8, num_attention_heads=2, num_key_value_heads=1,
-        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], initializer_range=0.3,
-    )  # fmt: skip
-    model = transformers.Qwen3NextForCausalLM(config).eval()
-    with torch.no_grad():
-        out = model(torch.randint(0, 64, (3, 9)), use_cache=True)
-        cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        stock = copy.deepcopy(cache)
-        states = {"conv": [cache.layers[0].conv_states[0]], "ssm": [cache.layers[0].recurrent_states[0]]}
-        shapes = {kind: (tuple(first.shape[1:]), first.dtype) for kind, (first,) in states.items()}
-        pool = pm_ops.PagePool(pm_ops.state_page([0], shapes, align=16), 3)
-        binding = bind(pool, states=states)
-        backend = page_major_backend(binding, inner="eager", on_unsupported_read="materialize")
-        compiled = torch.compile(model, backend=backend)
-        expected = model(token, use_cache=True, past_key_values=stock).logits
-        got = compiled(token, use_cache=True, past_key_values=cache).logits
-        torch.testing.assert_close(got, expected)
-    assert "2 writes and 0 reads rewritten, 2 materialized" in str(binding.report())
-    torch.testing.assert_close(pool.view(0, "conv"), stock.layers[0].conv_states[0])
-    torch.testing.assert_close(pool.view(0, "ssm"), stock.layers[0].recurrent_states[0])
+    assert pool.allocator.num_free == 9 and not pool.buffer.any()
+    states = {"conv": [torch.randn(2, 6, 3)]}
+    want = states["conv"][0].clone()
+    binding = bind(pool, keys=keys, states=states)
+    assert binding.page_table is not None and binding.page_table.shape == (2, 4) and pool.allocator.num_free == 1
+    assert torch.equal(pool.view(0, "conv")[binding.page_table[:, 3].long()], want)
