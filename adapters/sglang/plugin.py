@@ -50,7 +50,13 @@ def _install() -> None:
 
     register_attention_backend(BACKEND)(_make_backend)
     add_attention_backend_choices([BACKEND])
-    its = {hooks.RESOLVE: _resolve, "configure": _configure, hooks.FUSED.rpartition(".")[2]: _never_fused}
+    its = {
+        hooks.RESOLVE: _resolve,
+        "configure": _configure,
+        hooks.FUSED.rpartition(".")[2]: _never_fused,
+        "create_decode_backend": _draft_steps,
+        "create_draft_extend_backend": _draft_rows,
+    }
     for target in hooks.targets():
         HookRegistry.register(target, its.get(target.rpartition(".")[2], _build), HookType.AROUND)
 
@@ -71,6 +77,42 @@ def _make_backend(runner: Any) -> Any:
     from .backend import PageMajorAttnBackend
 
     return PageMajorAttnBackend(runner)
+
+
+def _draft_steps(original: Any, factory: Any) -> Any:
+    """A draft model's attention while it drafts; none is needed where its only token comes with the rows before."""
+    name = factory.draft_attn_backend or _backends()["decode_attention_backend"]
+    if name != BACKEND or factory.speculative_num_steps <= 1:
+        return original(factory)
+    from .draft import PageMajorMultiStepDraft
+
+    made = PageMajorMultiStepDraft(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+    for backend in (made, *made.attn_backends):
+        _name(backend)
+    return made
+
+
+def _draft_rows(original: Any, factory: Any) -> Any:
+    """A draft model's attention over the tokens that were accepted."""
+    from sglang.srt.runtime_context import get_spec
+
+    phase = "decode" if get_spec().speculative_attention_mode == "decode" else "prefill"
+    name = factory.draft_attn_backend or _backends()[f"{phase}_attention_backend"]
+    return _name(_make_backend(factory.draft_model_runner)) if name == BACKEND else original(factory)
+
+
+def _name(backend: Any) -> Any:
+    """Backends of the registry get theirs from SGLang."""
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = BACKEND
+    return backend
+
+
+def _backends() -> dict[str, str]:
+    """The attention backends of prompts and of decode steps."""
+    from sglang.srt.runtime_context import get_exec
+
+    kernel, names = get_exec().kernel, ("prefill_attention_backend", "decode_attention_backend")
+    return {name: getattr(kernel, name, None) or kernel.attention_backend for name in names}
 
 
 def _never_fused(original: Any, *args: Any, **options: Any) -> bool:
@@ -139,7 +181,7 @@ def refuse(configurator: Any) -> None:
         get_spec,
     )
 
-    memory, kernel, settings = get_memory(), get_exec().kernel, _settings()
+    memory, spec, settings = get_memory(), get_spec(), _settings()
     device = str(configurator.device).partition(":")[0]
     if device == "cuda" and torch.version.hip:
         device = "cuda, by ROCm"
@@ -168,9 +210,8 @@ def refuse(configurator: Any) -> None:
     if configurator.use_mla_backend:
         raise ValueError(f"pm_ops: latent attention (MLA) is not supported in SGLang; {ANY}")
     readable = (BACKEND,) if settings.layout == "page_major" and configurator.page_size > 1 else STRIDED
-    names = ("prefill_attention_backend", "decode_attention_backend")
-    backends = {name: getattr(kernel, name, None) or kernel.attention_backend for name in names}
-    draft = get_spec().speculative_draft_attention_backend
+    backends = _backends()
+    draft = spec.speculative_draft_attention_backend
     if draft is not None:
         backends["speculative_draft_attention_backend"] = draft
     if BACKEND in backends.values():
@@ -182,6 +223,13 @@ def refuse(configurator: Any) -> None:
                 raise ValueError(
                     f"pm_ops: its attention backend does not work with {flag}: {why}; leave it out, or choose "
                     "--attention-backend triton with layout token_major"
+                )
+    if BACKEND in (draft or backends["prefill_attention_backend"], draft or backends["decode_attention_backend"]):
+        for flag in ("enable_multi_layer_eagle", "speculative_draft_window_size"):
+            if getattr(spec, flag):
+                raise ValueError(
+                    f"pm_ops: its attention backend does not serve draft models with --{flag.replace('_', '-')}; leave "
+                    "it out, or choose --speculative-draft-attention-backend triton with layout token_major"
                 )
     for name, chosen in backends.items():
         if chosen not in readable:
