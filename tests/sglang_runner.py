@@ -20,7 +20,7 @@ from torch import Tensor
 from pm_ops.adapters.sglang.pool import pool_class
 
 PAGE, CONTEXT, LAYERS, DIM = 4, 32, 2, 16
-SIZE = 24 * PAGE
+SIZE = 32 * PAGE
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Runner:
         windowed: bool = False,
         page_size: int = PAGE,
         spec: SpeculativeAlgorithm = SpeculativeAlgorithm.NONE,
+        context: int = CONTEXT,
     ) -> None:
         made = pool_class(MHATokenToKVPool, layout)
         options = kwargs(dtype, page_size=page_size)
@@ -70,7 +71,7 @@ class Runner:
             pool.page_pool.buffer.view(dtype).fill_(torch.nan)
         self.pools = pools
         self.spec_algorithm, self.is_draft_worker = spec, False
-        table = torch.zeros(len(batch.lengths) + 2, CONTEXT, dtype=torch.int32)
+        table = torch.zeros(len(batch.lengths) + 2, context, dtype=torch.int32)
         self.rows = torch.randperm(len(table))[: len(batch.lengths)]
         free = iter((1 + torch.randperm(SIZE // page_size)).tolist())
         for row, length in zip(self.rows, batch.lengths, strict=True):

@@ -3,7 +3,6 @@
 The pool is full of NaN but for the rows that were stored.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
