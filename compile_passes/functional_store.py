@@ -80,8 +80,10 @@ def wrap(emit: Emitter, graph: Graph) -> None:
 
 def layer_of(store: Node) -> str:
     """What reports call the layer that a functional store writes."""
-    plane: Any = store.args[4] or store.args[5]
-    return f"the layer at byte {plane[0]} of the pages"
+    buffer, plane = store.args[0], store.args[4] or store.args[5]
+    while isinstance(buffer, Node) and buffer.target is STORE:
+        buffer = buffer.args[0]
+    return f"byte {plane[0]} of the pages in {buffer}"  # type: ignore[index]
 
 
 def _arguments(n: Node) -> dict[str, Any] | None:

@@ -144,6 +144,8 @@ def _ours(chosen: type) -> type:
 
 def _configure(original: Any, configurator: Any, **options: Any) -> Any:
     """Refuse what cannot work, build the pools, and make sure that they are ours."""
+    from sglang.srt.runtime_context import get_exec
+
     from .pool import MARK, pools_of
 
     settings = _settings()
@@ -157,6 +159,10 @@ def _configure(original: Any, configurator: Any, **options: Any) -> Any:
                 f"support: it replaces the MHATokenToKVPool of dense attention and of sliding windows alone; {ANY}"
             )
         logger.info("pm_ops: the KV cache is %s", pool.page_pool)
+    if settings.fuse_rope:
+        from .rope import add_pass
+
+        add_pass(settings, pools_of(result.token_to_kv_pool), get_exec().graph.enable_torch_compile)
     return result
 
 
@@ -174,7 +180,6 @@ def refuse(configurator: Any) -> None:
     import torch
     from sglang.srt.runtime_context import (
         get_disagg,
-        get_exec,
         get_memory,
         get_observability,
         get_server_args,
@@ -214,16 +219,11 @@ def refuse(configurator: Any) -> None:
     draft = spec.speculative_draft_attention_backend
     if draft is not None:
         backends["speculative_draft_attention_backend"] = draft
-    if BACKEND in backends.values():
-        for flag, on, why in (
-            ("--dcp-size", get_server_args().dcp_size > 1, "it attends over a whole sequence"),
-            ("--enable-torch-compile", get_exec().graph.enable_torch_compile, "not tested"),
-        ):
-            if on:
-                raise ValueError(
-                    f"pm_ops: its attention backend does not work with {flag}: {why}; leave it out, or choose "
-                    "--attention-backend triton with layout token_major"
-                )
+    if BACKEND in backends.values() and get_server_args().dcp_size > 1:
+        raise ValueError(
+            "pm_ops: its attention backend does not work with --dcp-size: it attends over a whole sequence; leave it "
+            "out, or choose --attention-backend triton with layout token_major"
+        )
     if BACKEND in (draft or backends["prefill_attention_backend"], draft or backends["decode_attention_backend"]):
         for flag in ("enable_multi_layer_eagle", "speculative_draft_window_size"):
             if getattr(spec, flag):

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.engines
 RELEASE = sglang_engine.require()
 
 import torch
+import torch._inductor.config as inductor
 import transformers
 from sglang.srt import plugins, runtime_context
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -190,7 +191,6 @@ def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_a
             {"speculative_draft_attention_backend": "pm_ops", "speculative_draft_window_size": 9},
             "--speculative-draft",
         ),
-        ({}, {"backend": "pm_ops", "enable_torch_compile": True}, "not work with --enable-torch-compile: not tested"),
         ({}, {"disaggregation_mode": "prefill"}, "leave --disaggregation-mode out"),
     ],
 )
@@ -200,6 +200,18 @@ def test_what_it_cannot_do_stops_the_engine_before_memory_is_taken(
     publish(**flags)
     with pytest.raises(ValueError, match=says):
         build(**given)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fuse_rope_is_for_what_sglang_compiles(
+    compiled: bool, publish: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PM_OPS", '{"fuse_rope": true}')
+    publish(backend="pm_ops", enable_torch_compile=compiled)
+    with inductor.patch(post_grad_custom_pre_pass=None), caplog.at_level("WARNING"):
+        build()
+        assert (inductor.post_grad_custom_pre_pass is not None) == compiled
+    assert ("fuse_rope does nothing" in caplog.text) == (not compiled)
 
 
 def test_contexts_split_over_ranks_and_rocm_are_refused(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
