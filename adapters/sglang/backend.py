@@ -71,7 +71,7 @@ class PageMajorAttnBackend(AttentionBackend):
         self.forward_metadata: Step | None = None
         self.drafts, self._verify_mask = 0, None
         if not model_runner.spec_algorithm.is_none():
-            _refuse_algorithm(model_runner.spec_algorithm)
+            _refuse_algorithm(model_runner.spec_algorithm, settings.impl)
             self.drafts = get_spec().speculative_num_draft_tokens
             if not model_runner.is_draft_worker:
                 most, device = model_runner.req_to_token_pool.size, self.req_to_token.device
@@ -250,13 +250,15 @@ def put(kept: Tensor | None, now: Tensor | None) -> Tensor:
     return kept[: len(now)]
 
 
-def _refuse_algorithm(algorithm: Any) -> None:
+def _refuse_algorithm(algorithm: Any, impl: str) -> None:
     eagle = algorithm.is_eagle() and not algorithm.is_frozen_kv_mtp()
     if not (eagle or algorithm.is_standalone() or algorithm.is_ngram()):
         raise ValueError(
             f"pm_ops: its attention backend verifies drafts of EAGLE, EAGLE3, STANDALONE and NGRAM, not of "
             f"{algorithm.name}; choose one of these, or --attention-backend triton with layout token_major"
         )
+    if impl == "fa3" and (algorithm.is_ngram() or get_spec().speculative_eagle_topk != 1):
+        raise ValueError(f"pm_ops: FlashAttention 3 has no masks, which trees of drafts need; {HOW}, without impl fa3")
 
 
 def _refuse(layer: Any, others: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pm_ops.adapters.sglang import doctor, hooks
 def test_it_finds_every_hook_and_says_what_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     report = doctor.examine()
     assert report["found"].startswith(f"{RELEASE}, on ") and report["usable"]
-    assert report["notes"][0] == f"hooks: all 12 present; the pool's class by {', '.join(hooks.pool_hooks())}"
+    assert report["notes"][0] == f"hooks: all 14 present; the pool's class by {', '.join(hooks.pool_hooks())}"
     assert "page_major, by pm_ops" in report["notes"][1]
     assert "not for GptOss, Llama 4, Gemma 4 and Exaone 4" in report["notes"][-1]
 

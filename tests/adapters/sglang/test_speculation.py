@@ -49,7 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options of a process; trees come from SGLang's Triton kernel, which it has for XPUs."""
     monkeypatch.setenv("PM_OPS", "1")
-    monkeypatch.setattr(backend_module, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=DRAFTS))
+    options = SimpleNamespace(speculative_num_draft_tokens=DRAFTS, speculative_eagle_topk=TOPK)
+    monkeypatch.setattr(backend_module, "get_spec", lambda: options)
     builder = next(module for module in (eagle_utils, spec_tree) if hasattr(module, "sgl_build_tree_kernel_triton"))
     monkeypatch.setattr(builder, "_is_xpu", True)
 
@@ -362,6 +363,17 @@ def listed_slots(runner: Runner, lengths: Tensor, topk: int, page_size: int) -> 
         indices.shape[1], pointers.shape[1], 4, 4, 16, page_size,
     )  # fmt: skip
     return indices, pointers
+
+
+def test_trees_are_not_given_to_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no masks. A chain needs none."""
+    monkeypatch.setenv("PM_OPS", '{"impl": "fa3"}')
+    for algorithm in (EAGLE, NGRAM):
+        with pytest.raises(ValueError, match="3 has no masks, which trees of drafts need; .* without impl"):
+            PageMajorAttnBackend(Runner("token_major", torch.float32, VERIFY, spec=algorithm))
+    chain = SimpleNamespace(speculative_num_draft_tokens=STEPS + 1, speculative_eagle_topk=1)
+    monkeypatch.setattr(backend_module, "get_spec", lambda: chain)
+    assert PageMajorAttnBackend(Runner("token_major", torch.float32, VERIFY, spec=EAGLE)).impl == "fa3"
 
 
 def test_draft_models_with_pools_of_windows_are_refused() -> None:
