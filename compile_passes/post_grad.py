@@ -6,8 +6,9 @@
     query = query * cos + rotate_half(query) * sin    ->        query, key, value, None, cos_sin, ..., layer)
     done  = store(key, value, layer)
 
-``store`` and ``fused`` are the engine's own, made known by :func:`register_fused_store`. Rotary embeddings, and the
-norms of heads in front of them, are found as :mod:`rope_store` finds them: by what they compute.
+``store`` and ``fused`` are the engine's own, made known by :func:`register_fused_store`; ``pm_ops.store_kv`` that is in
+such a graph becomes ``rope_store_kv``. Rotary embeddings, and the norms of heads in front of them, are found as
+:mod:`rope_store` finds them: by what they compute.
 
 ::
 
@@ -32,6 +33,7 @@ from torch.fx import Graph, Node
 
 import pm_ops.ops.rope
 
+from . import functional_store
 from .emit import Emitter
 from .functional_rotary import put_back, unwrap
 from .internals import has_effect, is_view, overloads, storage_key
@@ -92,6 +94,7 @@ ROTARY_ARGUMENTS = (
     "weight_offset",
     "return_key",
 )
+register_fused_store(functional_store.STORE, functional_store.ROPE_STORE, functional_store.layer_of)
 
 
 @dataclass
@@ -152,8 +155,9 @@ class RopeStorePass(CustomGraphPass):
         if fakes is None:
             return
         _refresh(graph, fakes)
-        stores = [n for n in graph.nodes if n.target in FUSED_STORES]
         emitter = Emitter(graph, fakes, CAST)
+        functional_store.unwrap(emitter, graph)
+        stores = [n for n in graph.nodes if n.target in FUSED_STORES]
         unwrapped = unwrap(emitter, graph)
         _refresh(graph, fakes)
         planner, unfused, plans = Planner(graph), {}, []
@@ -174,6 +178,7 @@ class RopeStorePass(CustomGraphPass):
             if left.rotation in alive:
                 put_back(left)
         emitter.erase_dead()
+        functional_store.wrap(emitter, graph)
         _refresh(graph, fakes)
         self.report.graphs += 1
         self._tell(unfused, rotated, len(plans))

@@ -254,7 +254,9 @@ def fuse(emit: Emitter, plan: Plan) -> None:
             rows |= {"q_weight": query.norm.weight, "k_weight": key.norm.weight}
             rows |= {"eps": key.norm.eps, "weight_offset": key.norm.offset}
         defaults = {a.name: a.default_value for a in ROPE_STORE._schema.arguments}
-        named = {**defaults, **given, **rows}
+        now = dict(zip((a.name for a in store.target._schema.arguments), store.args, strict=False)) | store.kwargs  # type: ignore[union-attr]
+        now = {name: n for name, n in now.items() if isinstance(n, Node)}  # a buffer may be what another plan has put
+        named = {**defaults, **given, **now, **rows}
         fused = emit.call(plan.fused, *(named[a.name] for a in plan.fused._schema.arguments))
         last = fused
         for i, rotation in enumerate((query, key) if plan.return_key else (query,)):

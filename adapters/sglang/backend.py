@@ -1,4 +1,4 @@
-"""SGLang's attention backend ``pm_ops``: decode, extend and mixed batches by the operator ``attention``.
+"""SGLang's attention backend ``pm_ops``: decode, extend and mixed batches, and verified drafts, by ``attention``.
 
 Page tables are built on the device from SGLang's table of slots, so that nothing waits for the GPU; under CUDA graphs
 they are filled in place before each replay. It has not run on a GPU yet.
@@ -11,15 +11,20 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
+from sglang.srt.speculative.spec_info import SpecInputType
 from torch import Tensor
 
 import pm_ops
 
 from .config import HOW, Settings
 from .pool import MARK, pools_of
+from .tree import Tree, attend, pages_of, tree_of, visible_of
 
 
 @dataclass
@@ -29,12 +34,14 @@ class Step:
     page_table: Tensor
     """int32 ``[sequences, pages]``."""
     seq_lens: Tensor
+    """Keys of each sequence; with a tree those in front of its drafts."""
     query_start: Tensor | None = None
-    """int32 ``[sequences + 1]``; None: one query a sequence."""
+    """int32 ``[sequences + 1]``; None: every sequence has equally many."""
     max_query_len: int = 1
     max_seq_len: int = 0
     page_table_window: Tensor | None = None
     slots_window: Tensor | None = None
+    tree: Tree | None = None
 
 
 class PageMajorAttnBackend(AttentionBackend):
@@ -51,11 +58,6 @@ class PageMajorAttnBackend(AttentionBackend):
                 f"pm_ops: its attention backend reads a KV cache of pm_ops, and this one is SGLang's own "
                 f"({type(self.pool).__qualname__}): {HOW}, or choose another --attention-backend"
             )
-        if not model_runner.spec_algorithm.is_none():
-            raise ValueError(
-                "pm_ops: its attention backend does not verify drafts; choose --attention-backend triton with layout "
-                "token_major, or leave speculative decoding out"
-            )
         self.impl = settings.impl
         self.windowed = isinstance(self.pool, SWAKVPool)
         if not self.windowed and not hasattr(self.pool, MARK):
@@ -67,11 +69,30 @@ class PageMajorAttnBackend(AttentionBackend):
         self.page_size = self.pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.forward_metadata: Step | None = None
+        self.drafts, self._verify_mask = 0, None
+        if not model_runner.spec_algorithm.is_none():
+            _refuse_algorithm(model_runner.spec_algorithm, settings.impl)
+            self.drafts = get_spec().speculative_num_draft_tokens
+            if not model_runner.is_draft_worker:
+                most, device = model_runner.req_to_token_pool.size, self.req_to_token.device
+                cells = torch.zeros(most * self.drafts**2, dtype=torch.bool, device=device)
+                self._verify_mask = VerifyMask(buffer=cells, mode=TreeMaskMode.QLEN_ONLY, max_bs=most)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Where EAGLE writes who descends from whom: drafts x drafts cells a sequence, none for its prefix."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Where a replay was prepared while the drafts were still being made: see their tree now."""
+        step = self.forward_metadata
+        if cuda_graph_bs is not None and step is not None and step.tree is not None:
+            put(step.tree.visible, self._visible(spec_info, step.seq_lens))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before an eager pass."""
-        step = self._step(forward_batch)
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        step, mode = self._step(forward_batch), forward_batch.forward_mode
+        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             step.query_start = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
             step.max_query_len = max(forward_batch.extend_seq_lens_cpu or (0,))
         self.forward_metadata = step
@@ -84,23 +105,39 @@ class PageMajorAttnBackend(AttentionBackend):
         if self.windowed:
             self.graph.page_table_window = torch.zeros(max_bs, pages, **like)
             self.graph.slots_window = torch.zeros(max_num_tokens, dtype=torch.int64, device=like["device"])
+        if self._verify_mask is not None:
+            few = pages_of(self.drafts, self.page_size)
+            cells = torch.zeros(max_bs, 1, self.drafts, few * self.page_size, dtype=torch.bool, device=like["device"])
+            self.graph.tree = Tree(cells, torch.zeros(max_bs, few, **like), torch.ones(max_bs, **like))
+            if self.windowed:
+                self.graph.tree.page_table_window = torch.zeros(max_bs, few, **like)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a decode step is captured, and before each replay."""
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        """Before a step of decode, or of drafts that are verified or stored, is captured, and before each replay."""
+        mode, tokens = forward_batch.forward_mode, 1  # of each sequence
+        if mode.is_target_verify():
+            tokens = forward_batch.spec_info.draft_token_num
+        elif mode.is_draft_extend_v2():
+            tokens = self.drafts
+        elif not mode.is_decode_or_idle():
             raise ValueError(
-                f"pm_ops: CUDA graphs of {forward_batch.forward_mode.name} batches are not supported, those of decode "
-                "steps are; turn the others off, those of prefills by --cuda-graph-backend-prefill disabled"
+                f"pm_ops: CUDA graphs of {mode.name} batches are not supported, those of decode steps and of drafts "
+                "are; turn the others off, those of prefills by --cuda-graph-backend-prefill disabled"
             )
         now, kept = self._step(forward_batch), self.graph
-        self.forward_metadata = Step(_put(kept.page_table, now.page_table), _put(kept.seq_lens, now.seq_lens))
+        self.forward_metadata = Step(put(kept.page_table, now.page_table), put(kept.seq_lens, now.seq_lens))
         if self.windowed:
-            self.forward_metadata.page_table_window = _put(kept.page_table_window, now.page_table_window)
+            self.forward_metadata.page_table_window = put(kept.page_table_window, now.page_table_window)
             # A padded replay has sequences without slots: their rows go to the sink, not where the last step wrote.
-            slots = _put(kept.slots_window, now.slots_window)
+            slots = put(kept.slots_window, now.slots_window)
             assert kept.slots_window is not None
             kept.slots_window[len(slots) :].zero_()
-            self.forward_metadata.slots_window = kept.slots_window[: len(now.seq_lens)]
+            self.forward_metadata.slots_window = kept.slots_window[: len(now.seq_lens) * tokens]
+        if now.tree is not None:
+            assert kept.tree is not None
+            fields = ("visible", "page_table", "seq_lens", *(["page_table_window"] if self.windowed else []))
+            tree = {name: put(getattr(kept.tree, name), getattr(now.tree, name)) for name in fields}
+            self.forward_metadata.tree = Tree(**tree)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of a graph's idle rows."""
@@ -137,52 +174,91 @@ class PageMajorAttnBackend(AttentionBackend):
             index, in_window = self.pool.layers_mapping[layer.layer_id]
         table = step.page_table_window if in_window else step.page_table
         assert table is not None
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size  # without the query's own key
+        options = {
+            "softmax_scale": layer.scaling,
+            "window": window + 1,
+            "softcap": layer.logit_cap or 0.0,
+            "sinks": sinks,
+            "key_scale": scales[0],
+            "value_scale": scales[1],
+            "max_seq_len": step.max_seq_len,
+            "impl": self.impl,
+        }
+        pages, tree = pools_of(self.pool)[in_window].page_pool, step.tree
+        if tree is not None:
+            few = tree.page_table_window if in_window else tree.page_table
+            assert few is not None
+            return attend(pages, index, query, table, step.seq_lens, tree, few, **options).flatten(1)
         out = pm_ops.attention(
-            pools_of(self.pool)[in_window].page_pool,
+            pages,
             index,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            query,
             table,
             step.seq_lens,
             query_start=step.query_start,
-            softmax_scale=layer.scaling,
-            window=layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) > -1 else 0,  # it is without self
-            softcap=layer.logit_cap or 0.0,
-            sinks=sinks,
-            key_scale=scales[0],
-            value_scale=scales[1],
             max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
-            impl=self.impl,
+            **options,
         )
         assert isinstance(out, Tensor)
         return out.flatten(1)
 
     def _step(self, forward_batch: Any) -> Step:
-        """Everything but the queries. A page's first slot names it: SGLang gives pages out whole, in both pools."""
-        lengths, longest = forward_batch.seq_lens_cpu, self.req_to_token.shape[1]
-        # SGLang may capture this very function, and what is read here on the host would stay as it was then.
-        captured = self.req_to_token.is_cuda and torch.cuda.is_current_stream_capturing()
-        if lengths is not None and not captured:
-            longest = int(max(lengths.tolist(), default=0))
+        """All but prompts' queries. A page's first slot names it: SGLang gives pages out whole, in both pools."""
+        batch, verify = forward_batch.batch_size, forward_batch.forward_mode.is_target_verify()
+        spec: Any = forward_batch.spec_info if verify else None
+        drafts = spec.draft_token_num if verify else 0  # SGLang's lengths are without them
+        lengths = forward_batch.seq_lens[:batch]
+        longest = self.longest(forward_batch, drafts)
         pages = -(-longest // self.page_size)
-        first = self.req_to_token[:, :: self.page_size][:, :pages][forward_batch.req_pool_indices]
-        step = Step(_pages(first, self.page_size), forward_batch.seq_lens, max_seq_len=longest)
+        first = self.req_to_token[:, :: self.page_size][:, :pages][forward_batch.req_pool_indices[:batch]]
+        step = Step(pages_of_slots(first, self.page_size), lengths + drafts, max_seq_len=longest)
         if self.windowed:
             translate = self.pool.translate_loc_from_full_to_swa
-            step.page_table_window = _pages(translate(first), self.page_size)
+            step.page_table_window = pages_of_slots(translate(first), self.page_size)
             step.slots_window = translate(forward_batch.out_cache_loc)
+        if verify and spec.custom_mask is not None and spec.tree_topk != 1:  # a chain is causal
+            visible = self._visible(spec, lengths)
+            step.tree = tree_of(visible, lengths, drafts, self.page_size, step.page_table, step.page_table_window)
+            step.seq_lens, step.max_seq_len = lengths, longest - drafts
         return step
 
+    def longest(self, forward_batch: Any, drafts: int) -> int:
+        """Keys of the longest sequence, where the host knows them; else the most that there can be."""
+        lengths, most = forward_batch.seq_lens_cpu, self.req_to_token.shape[1]
+        # SGLang may capture this very function, and what is read here on the host would stay as it was then.
+        if lengths is None or (self.req_to_token.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return most
+        return min(max(lengths[: forward_batch.batch_size].tolist(), default=0) + drafts, most)
 
-def _pages(slots: Tensor, page_size: int) -> Tensor:
+    def _visible(self, spec: Any, prefix: Tensor) -> Tensor:
+        ngram = spec.spec_input_type == SpecInputType.NGRAM_VERIFY  # it goes by no backend's :attr:`verify_mask`
+        whole = ngram and default_tree_mask_mode() == TreeMaskMode.FULL_MASK
+        return visible_of(spec.custom_mask, prefix, spec.draft_token_num, self.page_size, whole)
+
+
+def pages_of_slots(slots: Tensor, page_size: int) -> Tensor:
+    """The pages that slots lie in, int32."""
     return torch.div(slots, page_size, rounding_mode="floor").int()
 
 
-def _put(kept: Tensor | None, now: Tensor | None) -> Tensor:
+def put(kept: Tensor | None, now: Tensor | None) -> Tensor:
     """The rows of the tensor that graphs read, ``now`` copied into them; columns past it keep what they had."""
     assert kept is not None and now is not None
     kept[tuple(map(slice, now.shape))].copy_(now)
     return kept[: len(now)]
+
+
+def _refuse_algorithm(algorithm: Any, impl: str) -> None:
+    eagle = algorithm.is_eagle() and not algorithm.is_frozen_kv_mtp()
+    if not (eagle or algorithm.is_standalone() or algorithm.is_ngram()):
+        raise ValueError(
+            f"pm_ops: its attention backend verifies drafts of EAGLE, EAGLE3, STANDALONE and NGRAM, not of "
+            f"{algorithm.name}; choose one of these, or --attention-backend triton with layout token_major"
+        )
+    if impl == "fa3" and (algorithm.is_ngram() or get_spec().speculative_eagle_topk != 1):
+        raise ValueError(f"pm_ops: FlashAttention 3 has no masks, which trees of drafts need; {HOW}, without impl fa3")
 
 
 def _refuse(layer: Any, others: dict[str, Any]) -> None:

@@ -22,16 +22,24 @@ class Settings:
             SGLang's own Triton, FlashAttention 3 and FlashInfer backends read. ``"page_major"``: a page's tokens of
             one layer side by side.
         impl: of attention, as :func:`pm_ops.attention` takes it; for ``--attention-backend pm_ops``.
+        fuse_rope: rotary embedding, QK-norm and cache write of a layer in one launch under ``--enable-torch-compile``,
+            see :mod:`pm_ops.adapters.sglang.rope`. ``True`` warns of layers that stay as they are, ``"strict"`` stops
+            there.
     """
 
     layout: str = "token_major"
     impl: str = "auto"
+    fuse_rope: bool | str = False
 
     def __post_init__(self) -> None:
-        for name, supported in (("layout", LAYOUTS), ("impl", IMPLEMENTATIONS)):
+        for name, supported in (
+            ("layout", LAYOUTS),
+            ("impl", IMPLEMENTATIONS),
+            ("fuse_rope", (False, True, "strict")),
+        ):
             value = getattr(self, name)
             if value not in supported:
-                raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(supported)}")
+                raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(map(str, supported))}")
 
     @classmethod
     def asked(cls) -> Settings | None:

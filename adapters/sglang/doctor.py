@@ -40,8 +40,9 @@ def examine() -> dict[str, Any]:
         "caches: the model's dtype, bfloat16, fp8_e4m3, fp8_e5m2",
         f"latent attention (MLA): token_major, read by {', '.join(STRIDED_LATENTS)}",
         "refused: indexers (DSA), FP4 and MXFP8 caches, hierarchical cache, LMCache, FlexKV, disaggregation",
-        f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; no speculative decoding; not for "
-        f"{UNSERVED}, which SGLang gives to backends of its own lists; not run on a GPU yet",
+        f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; drafts of EAGLE, EAGLE3, STANDALONE and "
+        f"NGRAM, chains and trees; not for {UNSERVED}, which SGLang gives to backends of its own lists; not run on a "
+        "GPU yet",
     ]
     return {"found": found, "usable": True, "notes": notes}
 

@@ -16,6 +16,9 @@ BUILD_LATENT = "_build_mla_kv_pool"
 FUSED = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 """Whether a model's rotary kernel writes the cache itself, row by row: it knows dense rows only."""
 
+DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+"""What makes the attention backends of draft models, by names of its own list."""
+
 NEEDED = {
     "KVCacheConfigurator": f"{MODULE}:KVCacheConfigurator.configure",
     "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers",
@@ -30,6 +33,8 @@ NEEDED = {
     "hooks": "sglang.srt.plugins.hook_registry:HookRegistry.register",
     "registry of attention": "sglang.srt.layers.attention.attention_registry:register_attention_backend",
     "choice of attention": "sglang.srt.server_args:add_attention_backend_choices",
+    "masks of drafts": "sglang.srt.layers.attention.verify_mask:VerifyMask",
+    "attention of draft models": "sglang.srt.speculative.draft_utils:DraftBackendFactory.create_decode_backend",
     "metadata of attention": (
         "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata_out_graph"
     ),
@@ -50,7 +55,8 @@ def pool_hooks() -> list[str]:
 
 def targets() -> list[str]:
     """Everything that the plugin wraps, as SGLang's HookRegistry names it."""
-    return [*(f"{CONFIGURATOR}.{name}" for name in (*pool_hooks(), "configure")), FUSED]
+    drafts = (f"{DRAFTS}.{name}" for name in ("create_decode_backend", "create_draft_extend_backend"))
+    return [*(f"{CONFIGURATOR}.{name}" for name in (*pool_hooks(), "configure")), FUSED, *drafts]
 
 
 def missing() -> list[str]:

@@ -58,6 +58,8 @@ def _install() -> None:
         hooks.BUILD_LATENT: _build_latent,
         "configure": _configure,
         hooks.FUSED.rpartition(".")[2]: _never_fused,
+        "create_decode_backend": _draft_steps,
+        "create_draft_extend_backend": _draft_rows,
     }
     for target in hooks.targets():
         HookRegistry.register(target, its.get(target.rpartition(".")[2], _build), HookType.AROUND)
@@ -79,6 +81,42 @@ def _make_backend(runner: Any) -> Any:
     from .backend import PageMajorAttnBackend
 
     return PageMajorAttnBackend(runner)
+
+
+def _draft_steps(original: Any, factory: Any) -> Any:
+    """A draft model's attention while it drafts; none is needed where its only token comes with the rows before."""
+    name = factory.draft_attn_backend or _backends()["decode_attention_backend"]
+    if name != BACKEND or factory.speculative_num_steps <= 1:
+        return original(factory)
+    from .draft import PageMajorMultiStepDraft
+
+    made = PageMajorMultiStepDraft(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+    for backend in (made, *made.attn_backends):
+        _name(backend)
+    return made
+
+
+def _draft_rows(original: Any, factory: Any) -> Any:
+    """A draft model's attention over the tokens that were accepted."""
+    from sglang.srt.runtime_context import get_spec
+
+    phase = "decode" if get_spec().speculative_attention_mode == "decode" else "prefill"
+    name = factory.draft_attn_backend or _backends()[f"{phase}_attention_backend"]
+    return _name(_make_backend(factory.draft_model_runner)) if name == BACKEND else original(factory)
+
+
+def _name(backend: Any) -> Any:
+    """Backends of the registry get theirs from SGLang."""
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = BACKEND
+    return backend
+
+
+def _backends() -> dict[str, str]:
+    """The attention backends of prompts and of decode steps."""
+    from sglang.srt.runtime_context import get_exec
+
+    kernel, names = get_exec().kernel, ("prefill_attention_backend", "decode_attention_backend")
+    return {name: getattr(kernel, name, None) or kernel.attention_backend for name in names}
 
 
 def _never_fused(original: Any, *args: Any, **options: Any) -> bool:
@@ -123,6 +161,8 @@ def _ours(chosen: type) -> type:
 
 def _configure(original: Any, configurator: Any, **options: Any) -> Any:
     """Refuse what cannot work, build the pools, and make sure that they are ours."""
+    from sglang.srt.runtime_context import get_exec
+
     from .pool import MARK, pools_of
 
     settings = _settings()
@@ -137,6 +177,10 @@ def _configure(original: Any, configurator: Any, **options: Any) -> Any:
                 f"MLATokenToKVPool of latent attention alone; {ANY}"
             )
         logger.info("pm_ops: the KV cache is %s", pool.page_pool)
+    if settings.fuse_rope:
+        from .rope import add_pass
+
+        add_pass(settings, pools_of(result.token_to_kv_pool), get_exec().graph.enable_torch_compile)
     return result
 
 
@@ -154,14 +198,13 @@ def refuse(configurator: Any) -> None:
     import torch
     from sglang.srt.runtime_context import (
         get_disagg,
-        get_exec,
         get_memory,
         get_observability,
         get_server_args,
         get_spec,
     )
 
-    memory, kernel, settings = get_memory(), get_exec().kernel, _settings()
+    memory, spec, settings = get_memory(), get_spec(), _settings()
     device = str(configurator.device).partition(":")[0]
     if device == "cuda" and torch.version.hip:
         device = "cuda, by ROCm"
@@ -191,20 +234,21 @@ def refuse(configurator: Any) -> None:
     if configurator.use_mla_backend:
         _refuse_latents(configurator)
         readable = STRIDED_LATENTS
-    names = ("prefill_attention_backend", "decode_attention_backend")
-    backends = {name: getattr(kernel, name, None) or kernel.attention_backend for name in names}
-    draft = get_spec().speculative_draft_attention_backend
+    backends = _backends()
+    draft = spec.speculative_draft_attention_backend
     if draft is not None:
         backends["speculative_draft_attention_backend"] = draft
-    if BACKEND in backends.values():
-        for flag, on, why in (
-            ("--dcp-size", get_server_args().dcp_size > 1, "it attends over a whole sequence"),
-            ("--enable-torch-compile", get_exec().graph.enable_torch_compile, "not tested"),
-        ):
-            if on:
+    if BACKEND in backends.values() and get_server_args().dcp_size > 1:
+        raise ValueError(
+            "pm_ops: its attention backend does not work with --dcp-size: it attends over a whole sequence; leave it "
+            "out, or choose --attention-backend triton with layout token_major"
+        )
+    if BACKEND in (draft or backends["prefill_attention_backend"], draft or backends["decode_attention_backend"]):
+        for flag in ("enable_multi_layer_eagle", "speculative_draft_window_size"):
+            if getattr(spec, flag):
                 raise ValueError(
-                    f"pm_ops: its attention backend does not work with {flag}: {why}; leave it out, or choose "
-                    "--attention-backend triton with layout token_major"
+                    f"pm_ops: its attention backend does not serve draft models with --{flag.replace('_', '-')}; leave "
+                    "it out, or choose --speculative-draft-attention-backend triton with layout token_major"
                 )
     for name, chosen in backends.items():
         if chosen not in readable:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.engines
 RELEASE = sglang_engine.require()
 
 import torch
+import torch._inductor.config as inductor
 import transformers
 from sglang.srt import plugins, runtime_context
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -20,10 +21,18 @@ from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.models.utils import enable_fused_set_kv_buffer
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_runner import Batch, Runner
 
 from pm_ops.adapters.sglang import hooks, plugin
 
 SIZE = 64
+SPEC = (
+    "enable_multi_layer_eagle", "speculative_attention_mode", "speculative_draft_attention_backend",
+    "speculative_draft_window_size", "speculative_num_draft_tokens",
+)  # fmt: skip
+KERNELS = ("decode_attention_backend", "prefill_attention_backend")
 
 
 class Configurator(kv_cache_configurator.KVCacheConfigurator):
@@ -89,7 +98,8 @@ def publish(tmp_path_factory: pytest.TempPathFactory) -> Any:
         bags = {
             "disaggregation_mode": runtime_context.get_disagg,
             "kv_canary": runtime_context.get_observability,
-            "speculative_draft_attention_backend": runtime_context.get_spec,
+            **dict.fromkeys(SPEC, runtime_context.get_spec),
+            **dict.fromkeys(KERNELS, lambda: runtime_context.get_exec().kernel),
             "enable_torch_compile": lambda: runtime_context.get_exec().graph,
         }
         for name, value in flags.items():  # SGLang refuses some of them itself on a CPU
@@ -125,6 +135,7 @@ def test_the_entry_point_is_the_plugin_and_its_hooks_are_in_place(publish: Any) 
     expected = [hooks.RESOLVE] if RELEASE == "0.5.23" else [*hooks.BUILD, hooks.BUILD_LATENT]
     assert hooks.pool_hooks() == expected
     targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED}
+    targets |= {f"{hooks.DRAFTS}.{name}" for name in ("create_decode_backend", "create_draft_extend_backend")}
     assert targets == set(hooks.targets()) <= HookRegistry._patched
     assert "pm_ops" in ATTENTION_BACKENDS and "pm_ops" in ATTENTION_BACKEND_CHOICES
     assert enable_fused_set_kv_buffer(None) is False
@@ -172,7 +183,16 @@ def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_a
         ({}, {"radix_cache_backend": "other"}, "--radix-cache-backend is not supported: a prefix cache"),
         ({}, {"kv_canary": "check"}, "--kv-canary is not supported"),
         ({}, {"speculative_draft_attention_backend": "fa4"}, "speculative_draft_attention_backend fa4 cannot read"),
-        ({}, {"backend": "pm_ops", "enable_torch_compile": True}, "not work with --enable-torch-compile: not tested"),
+        (
+            {},
+            {"backend": "pm_ops", "enable_multi_layer_eagle": True},
+            "--enable-multi-layer-eagle; leave it",
+        ),
+        (
+            {},
+            {"speculative_draft_attention_backend": "pm_ops", "speculative_draft_window_size": 9},
+            "--speculative-draft",
+        ),
         ({}, {"disaggregation_mode": "prefill"}, "leave --disaggregation-mode out"),
     ],
 )
@@ -182,6 +202,18 @@ def test_what_it_cannot_do_stops_the_engine_before_memory_is_taken(
     publish(**flags)
     with pytest.raises(ValueError, match=says):
         build(**given)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fuse_rope_is_for_what_sglang_compiles(
+    compiled: bool, publish: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PM_OPS", '{"fuse_rope": true}')
+    publish(backend="pm_ops", enable_torch_compile=compiled)
+    with inductor.patch(post_grad_custom_pre_pass=None), caplog.at_level("WARNING"):
+        build()
+        assert (inductor.post_grad_custom_pre_pass is not None) == compiled
+    assert ("fuse_rope does nothing" in caplog.text) == (not compiled)
 
 
 def test_contexts_split_over_ranks_and_rocm_are_refused(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +258,45 @@ def test_page_major_needs_our_attention(publish: Any, monkeypatch: pytest.Monkey
     publish(backend="triton")
     with pytest.raises(ValueError, match="choose --attention-backend pm_ops, or layout token_major"):
         build()
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "rows"),
+    [
+        ({"backend": "pm_ops"}, True, True),
+        ({"backend": "pm_ops", "speculative_draft_attention_backend": "torch_native"}, False, False),
+        ({"speculative_draft_attention_backend": "pm_ops"}, True, True),
+        ({"decode_attention_backend": "pm_ops"}, True, False),
+        ({"decode_attention_backend": "pm_ops", "speculative_attention_mode": "decode"}, True, True),
+        ({"prefill_attention_backend": "pm_ops"}, False, True),
+    ],
+)
+def test_draft_models_are_served_where_they_are_given_to_it(
+    flags: dict[str, Any], steps: bool, rows: bool, publish: Any
+) -> None:
+    """By SGLang's own factory, whose lists do not know us: what is not for us is refused there, as it was."""
+    publish(**{"backend": "torch_native", **flags}, speculative_num_draft_tokens=6)
+    runner = Runner("token_major", torch.float32, Batch([3], [1]), spec=SpeculativeAlgorithm.EAGLE)
+    runner.is_draft_worker, runner.model_config = True, SimpleNamespace(hf_config=None)
+    runner.draft_attention_backend = runtime_context.get_spec().speculative_draft_attention_backend
+    given = {"draft_model_runner": runner, "topk": 2, "speculative_num_steps": 3}
+    if RELEASE == "0.5.17":  # it takes names from the options; later ones, from the runner and the process
+        kernel = runtime_context.get_exec().kernel
+        names = {name: getattr(kernel, name) for name in (*KERNELS, "attention_backend")}
+        draft = runner.draft_attention_backend
+        given["server_args"] = SimpleNamespace(**names, speculative_draft_attention_backend=draft)
+    factory = DraftBackendFactory(**given)
+    for ours, create in ((steps, factory.create_decode_backend), (rows, factory.create_draft_extend_backend)):
+        if not ours:
+            with pytest.raises(ValueError, match="EAGLE is not supported in .*attention backend torch_native"):
+                create()
+            continue
+        made = create()
+        assert type(made).__module__.startswith("pm_ops") and made.decode_attention_backend_str == "pm_ops"
+    if steps:
+        assert len(factory.create_decode_backend().attn_backends) == 2
+        factory.speculative_num_steps = 1
+        assert factory.create_decode_backend() is None
 
 
 @pytest.mark.parametrize("value", ["yes", '{"layout": "BLNHC"}', '{"colour": 1}'])
