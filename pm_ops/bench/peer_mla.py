@@ -84,11 +84,12 @@ class VLLMLatent(Implementation):
         out = query.new_empty(batch, s.q_heads, s.value_dim)
         lse = query.new_empty(batch, s.q_heads)
         logits = torch.empty(batch, s.q_heads, parts, s.value_dim + 1, device=query.device)
+        one = torch.ones((), device=query.device)  # scales that it would otherwise make in the call, unfit for a graph
 
         def run() -> Tensor:
             self._attend(
                 query, memory.key, memory.value, out, lse, work.page_table, work.seq_lens, logits, parts,
-                s.head_dim**-0.5, memory.page_size, is_mla=True,
+                s.head_dim**-0.5, memory.page_size, k_scale=one, v_scale=one, is_mla=True,
             )  # fmt: skip
             return out
 

@@ -1,4 +1,4 @@
-"""mla_attention: by attention's kernel, which loads a latent row once, too, or by the Hopper kernel if asked for."""
+"""mla_attention: by the Hopper kernel where it can, else by attention's kernel, which loads a latent row once, too."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
     """`pm_ops::mla_attention`. Raises ValueError where ``impl="hopper"`` cannot make the call."""
-    if a.impl != "hopper":
-        return attend_pages(a.attention(), latent=True)
-    reason = mla_hopper.reason(a)
-    if reason is not None:
-        raise ValueError(
-            f"impl='hopper' was asked for, but that kernel cannot make this call: {reason}; use impl='triton' or 'auto'"
-        )
-    return mla_hopper.mla_attention(a)
+    if a.impl != "triton":
+        reason = mla_hopper.reason(a)
+        if reason is None:
+            return mla_hopper.mla_attention(a)
+        if a.impl == "hopper":
+            raise ValueError(
+                f"impl='hopper' was asked for, but that kernel cannot make this call: {reason}; "
+                "use impl='triton' or 'auto'"
+            )
+    return attend_pages(a.attention(), latent=True)

@@ -4,18 +4,19 @@ A program holds 64 rows, BLOCK_Q queries of one sequence x query heads, and thei
 the registers of each of two consumer warpgroups. Tiles of BLOCK_N latent rows lie in shared memory in three parts, the
 left and the right half of the value and the rest of the key. The warpgroups take turns: one computes a tile's logits
 and softmax and hands the probabilities to the other, and each multiplies them with its half of the tile. So one's
-softmax runs beside the other's products, and a row is loaded once for key and value, and for all of the 64 rows.
+softmax runs beside the other's products, and a row is loaded once for key and value, and for all of the 64 rows. Shared
+memory has two tiles: logits begin with the first PIECES of a tile that have come.
 
 Parts are boxes as in `attention_hopper.py`, fetched in the same two ways, and the same holds of rows that no query
 sees. Tiles and the order of sums do not depend on the page size.
 
-Tests run this kernel's Python on the CPU (`tests/kernels/gluon_interpreter.py`). It has never run on a GPU: its tiles
-and the order of its steps follow from counting cycles.
+Tests run this kernel's Python on the CPU, too (`tests/kernels/gluon_interpreter.py`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,16 +32,28 @@ from .common import LOG2E, on_device
 from .device import is_hopper, multiprocessors
 from .hopper_tile import COLUMNS
 from .merge import merge_splits
-from .mla_hopper_parts import consume, produce
+from .mla_hopper_consume import consume
+from .mla_hopper_produce import produce
 
 if TYPE_CHECKING:
     from ..ops.mla import MLAAttention
 
 BLOCK_M = 64
 BLOCK_N = 64
-STAGES = 2
+PIECES = 2  # of each half of a tile
 _REST = 64
 _VALUES = (256, 512)
+
+
+@gluon.jit
+def _barriers(number: gl.constexpr, count: gl.constexpr):
+    """Each by itself: the compiler has all threads meet between waits for two barriers of one array."""
+    barriers = ()
+    for _ in gl.static_range(number):
+        barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(barrier, count=count)
+        barriers = barriers + (barrier,)  # type: ignore[assignment]
+    return barriers
 
 
 @gluon.jit(
@@ -76,7 +89,7 @@ def _mla_hopper(
     REST: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
     SPLIT: gl.constexpr,
     BOXES: gl.constexpr,
 ):
@@ -84,7 +97,7 @@ def _mla_hopper(
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     dtype: gl.constexpr = query.dtype.element_ty
-    boxes: gl.constexpr = STAGES * (BLOCK_N // ROWS)
+    boxes: gl.constexpr = 2 * (BLOCK_N // ROWS)
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     box: gl.constexpr = latent_plane.layout if BOXES else tile
@@ -92,55 +105,55 @@ def _mla_hopper(
     left_boxes = gl.allocate_shared_memory(dtype, [boxes * (HALF // COLUMNS)] + shape, box)
     right_boxes = gl.allocate_shared_memory(dtype, [boxes * (HALF // COLUMNS)] + shape, box)
     rest_boxes = gl.allocate_shared_memory(dtype, [boxes * (REST // COLUMNS)] + shape, box)
-    left = left_boxes._reinterpret(dtype, [STAGES, BLOCK_N, HALF], tile)
-    right = right_boxes._reinterpret(dtype, [STAGES, BLOCK_N, HALF], tile)
-    rest = rest_boxes._reinterpret(dtype, [STAGES, BLOCK_N, REST], tile)
+    left = left_boxes._reinterpret(dtype, [2, BLOCK_N, HALF], tile)
+    right = right_boxes._reinterpret(dtype, [2, BLOCK_N, HALF], tile)
+    rest = rest_boxes._reinterpret(dtype, [2, BLOCK_N, REST], tile)
+    left_keys = left_boxes._reinterpret(dtype, [2 * PIECES, BLOCK_N, HALF // PIECES], tile)
+    right_keys = right_boxes._reinterpret(dtype, [2 * PIECES, BLOCK_N, HALF // PIECES], tile)
     left_q = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], tile)
     right_q = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], tile)
     rest_q = gl.allocate_shared_memory(dtype, [BLOCK_M, REST], tile)
+    left_qs = left_q._reinterpret(dtype, [PIECES, BLOCK_M, HALF // PIECES], tile)
+    right_qs = right_q._reinterpret(dtype, [PIECES, BLOCK_M, HALF // PIECES], tile)
     p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], tile)
     m_row = gl.allocate_shared_memory(gl.float32, [BLOCK_M], row)
     shrink_row = gl.allocate_shared_memory(gl.float32, [BLOCK_M], row)
     sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], row)
-    full = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())  # left, right, rest
-    empty = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # a warpgroup's maximum
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # and its probabilities
-    both = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # queries loaded; sums stored
-    for s in gl.static_range(3 * STAGES):
-        mbarrier.init(full.index(s), count=1 if BOXES else 128)  # the copy engine, or each thread that copies
-        mbarrier.init(empty.index(s), count=1)
-    for s in gl.static_range(2):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(made.index(s), count=1)
-        mbarrier.init(both.index(s), count=2)
+    # Two places of a tile: for each a barrier of each piece of the left half, the right one, and the rest
+    full = _barriers(2 * (2 * PIECES + 1), 1 if BOXES else 128)  # the copy engine, or each thread that copies
+    empty = _barriers(6, 1)
+    ready = _barriers(2, 1)  # a warpgroup's maximum
+    made = _barriers(2, 1)  # and its probabilities
+    both = _barriers(2, 2)  # queries loaded; sums stored
     window = 0
     sequences = (query_start, seq_lens, uniform, batch, query_blocks, num_queries, max_keys, head_blocks, window)
     parts = (left_boxes, right_boxes, rest_boxes)
-    tiles = (left, right, rest)
-    shared = (p_tile, m_row, shrink_row, ready, made)
-    q_tiles = (left_q, right_q, rest_q)
+    tiles = (left, right)
+    keys = (left_keys, right_keys, rest)
+    shared = (p_tile, m_row, shrink_row, ready, made, both[0])  # at last one that is over for the consumers
+    q_tile = (left_q, right_q, rest_q)
+    q_tiles = (left_qs, right_qs, rest_q)
     # fmt: off
     gl.warp_specialize(
         [
             (consume, (
-                q_tiles, tiles, full, empty, shared, sums, both,
+                q_tile, q_tiles, tiles, keys, full, empty, shared, sums, both,
                 query, query_stride, query_head_stride, out, lse, scale, out_scale, sequences,
-                FIRST, CAUSAL, GROUP, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, STAGES, SPLIT, BOXES,
+                FIRST, CAUSAL, GROUP, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, PIECES, SPLIT, BOXES,
             )),
             (consume, (
-                q_tiles, tiles, full, empty, shared, sums, both,
+                q_tile, q_tiles, tiles, keys, full, empty, shared, sums, both,
                 query, query_stride, query_head_stride, out, lse, scale, out_scale, sequences,
-                SECOND, CAUSAL, GROUP, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, STAGES, SPLIT, BOXES,
+                SECOND, CAUSAL, GROUP, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, PIECES, SPLIT, BOXES,
             )),
             (produce, (
                 latent_plane, strides, parts, full, empty,
                 page_table, page_table_stride, num_pages, sequences,
-                CAUSAL, PAGE_SIZE, ROWS, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, STAGES, BOXES,
+                CAUSAL, PAGE_SIZE, ROWS, HEADS, VALUE, REST, BLOCK_M, BLOCK_N, PIECES, BOXES,
             )),
         ],
         [4, 1 if BOXES else 4],
-        [232, 40] if BOXES else [216, 72],
+        [240, 24] if BOXES else [216, 72],
     )
     # fmt: on
 
@@ -148,24 +161,29 @@ def _mla_hopper(
 def reason(a: MLAAttention) -> str | None:
     """Why this kernel cannot make a call; None if it can."""
     dim = a.query.shape[2]
-    rules = (
-        (a.query.dtype in (torch.float16, torch.bfloat16), f"it takes no {dtype_name(a.query.dtype)} queries"),
-        (a.query.dtype == a.dtype, f"it takes rows of the query's dtype, {dtype_name(a.query.dtype)}"),
+    rules: tuple[tuple[bool, Callable[[], str]], ...] = (
+        (a.query.dtype in (torch.float16, torch.bfloat16), lambda: f"it takes no {dtype_name(a.query.dtype)} queries"),
+        (a.query.dtype == a.dtype, lambda: f"it takes rows of the query's dtype, {dtype_name(a.query.dtype)}"),
         (
             a.value_dim in _VALUES and dim == a.value_dim + _REST,
-            f"it takes rows of {' or '.join(f'{n} + {_REST}' for n in _VALUES)}, "
-            f"not of {a.value_dim} + {dim - a.value_dim}",
+            lambda: (
+                f"it takes rows of {' or '.join(f'{n} + {_REST}' for n in _VALUES)}, "
+                f"not of {a.value_dim} + {dim - a.value_dim}"
+            ),
         ),
-        (a.scale_tensor is None, "it takes no scale as a tensor"),
-        (a.softmax_scale * a.scale > 0, f"softmax_scale={a.softmax_scale} times scale={a.scale} is not positive"),
-        (a.query.stride(2) == 1, "it takes queries whose elements lie side by side"),
+        (a.scale_tensor is None, lambda: "it takes no scale as a tensor"),
+        (
+            a.softmax_scale * a.scale > 0,
+            lambda: f"softmax_scale={a.softmax_scale} times scale={a.scale} is not positive",
+        ),
+        (a.query.stride(2) == 1, lambda: "it takes queries whose elements lie side by side"),
         (
             a.buffer.data_ptr() % 16 == 0 and not any(n % 16 for n in a.latent_plane[:4]),
-            "it takes a plane whose offset and strides are multiples of 16 bytes",
+            lambda: "it takes a plane whose offset and strides are multiples of 16 bytes",
         ),
-        (is_hopper(a.query.device), "it is for compute capability 9.x"),
+        (is_hopper(a.query.device), lambda: "it is for compute capability 9.x"),
     )
-    return next((text for holds, text in rules if not holds), None)
+    return next((text() for holds, text in rules if not holds), None)
 
 
 def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
@@ -220,7 +238,7 @@ def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
             REST=_REST,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
-            STAGES=STAGES,
+            PIECES=PIECES,
             SPLIT=splits > 1,
             BOXES=boxes,
             num_warps=4,

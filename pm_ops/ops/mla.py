@@ -35,8 +35,7 @@ class MLAAttention:
         impl: ``"triton"``, attention's kernel, which loads a row once for key and value; ``"hopper"``, a kernel for
             compute capability 9, rows of 512 + 64 or 256 + 64 and the query's 16-bit dtype, refused with the reason
             where it cannot make the call (``pm_ops.kernels.mla_hopper``); ``"reference"`` (plain torch; synchronises
-            on CUDA); or ``"auto"``: reference on CPU, on CUDA triton. Auto does not take hopper, because that has
-            never run on a GPU: it compiles, and its Python is right in the tests' interpreter.
+            on CUDA); or ``"auto"``: reference on CPU, on CUDA hopper where it can make the call, else triton.
 
     Returns ``out [Tq, Hq, value_dim]`` of the query's dtype and ``lse [Tq, Hq]`` float32 (``[0]`` if not asked for),
     with all that ``attention`` promises: a row that sees no key gives 0 and -inf, bytes of slots that no query of the

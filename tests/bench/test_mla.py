@@ -100,6 +100,7 @@ def decode_attention_fwd(q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len,
                          page_size=1, logit_cap=0.0, k_scale=None, v_scale=None, is_mla=False):
     assert is_mla and num_kv_splits == attn_logits.shape[2] and page_size == k_buffer.shape[1]
     assert attn_logits.shape[3] == o.shape[2] + 1 and lse.shape == o.shape[:2]
+    assert k_scale.shape == v_scale.shape == ()  # else it makes them in the call, which no graph captures
     rows = [rows_of(cache, req_to_token, b_seq_len) for cache in (k_buffer, v_buffer)]
     o.copy_(attend(q, *rows, [1] * len(q), sm_scale))
 """

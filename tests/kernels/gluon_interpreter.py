@@ -232,7 +232,7 @@ class Machine:
         return result
 
     def mma_wait(self, number: int, deps: tuple[Any, ...]) -> Any:
-        queue = self.issued.queue
+        queue = self.issued.__dict__.setdefault("queue", [])
         while len(queue) > number:
             done = queue.pop(0)
             if done.value is None:

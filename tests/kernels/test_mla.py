@@ -163,13 +163,16 @@ def test_the_hopper_kernel_that_was_asked_for_is_refused_with_the_reason(name):
 
 
 def test_which_kernel_makes_a_call(monkeypatch):
-    """Auto never takes the Hopper kernel; asking for it does."""
+    """Auto takes the Hopper kernel where it can make the call."""
     case = mla_case("cpu", [9], 1, **HOPPER)
     monkeypatch.setattr(mla_hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(mla_hopper, "mla_attention", lambda a: "hopper")
     monkeypatch.setattr("pm_ops.kernels.mla.attend_pages", lambda a, latent: "triton")
     taken = {impl: mla_attention(dataclasses.replace(case, impl=impl)) for impl in ("auto", "triton", "hopper")}
-    assert taken == {"auto": "triton", "triton": "triton", "hopper": "hopper"}
+    assert taken == {"auto": "hopper", "triton": "triton", "hopper": "hopper"}
+    assert mla_attention(dataclasses.replace(case, scale_tensor=torch.ones(1))) == "triton"
+    monkeypatch.setattr(mla_hopper, "is_hopper", lambda device: False)
+    assert mla_attention(case) == "triton"
 
 
 @pytest.mark.gpu
