@@ -99,11 +99,12 @@ def _vllm() -> dict[str, dict[str, Any]]:
 def _sglang() -> dict[str, dict[str, Any]]:
     no = lambda: False  # noqa: E731
     platform = dict(is_hip=no, is_cpu=no, is_gfx95_supported=no, is_cuda=torch.cuda.is_available)
-    return {"sglang.srt.utils": platform}
+    release = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
+    return {"sglang.srt.utils": platform, "sglang.srt.utils.common": platform | dict(torch_release=release)}
 
 
 def _fla() -> dict[str, dict[str, Any]]:
-    return {"fla": dict(__version__="of files")}
+    return {"fla": dict(__version__="0")}  # one that parses
 
 
 _STUBS = {"vllm": _vllm, "sglang": _sglang, "fla": _fla}
