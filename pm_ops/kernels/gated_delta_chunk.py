@@ -121,30 +121,36 @@ def _gated_delta_chunks(
     last = tl.sum(tl.where(i == tl.minimum(count, CHUNK) - 1, c, 0.0), 0)
     rate = rates(tl.load(beta + (first + i) * beta_strides[0] + h * beta_strides[1], mask=exists, other=0.0), a_log)
 
-    d = tl.arange(0, KEY_BLOCK)
     query += h // GROUP * query_strides[1]
     key += h // GROUP * key_strides[1]
-    q = load_rows(query, first, i, exists, query_strides[0], d, query_strides[2], KEY_DIM, DTYPE)
-    k = load_rows(key, first, i, exists, key_strides[0], d, key_strides[2], KEY_DIM, DTYPE)
-    seen = i[:, None] >= i[None, :]
-    between = tl.exp2(tl.where(seen, c[:, None] - c[None, :], 0.0))
-    w = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-    a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
+    w = tl.zeros([CHUNK, CHUNK], tl.float32)
+    a = tl.zeros([CHUNK, CHUNK], tl.float32)
+    query_square = tl.zeros([CHUNK], tl.float32)
+    key_square = tl.zeros([CHUNK], tl.float32)
+    for block in tl.static_range(0, KEY_DIM, KEY_BLOCK):
+        d = block + tl.arange(0, KEY_BLOCK)
+        q = load_rows(query, first, i, exists, query_strides[0], d, query_strides[2], KEY_DIM, DTYPE)
+        k = load_rows(key, first, i, exists, key_strides[0], d, key_strides[2], KEY_DIM, DTYPE)
+        w = tl.dot(q, tl.trans(k), w, input_precision=PRECISION)
+        a = tl.dot(k, tl.trans(k), a, input_precision=PRECISION)
+        if L2_NORM:
+            query_square += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
+            key_square += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
     query_norm = tl.zeros([CHUNK], tl.float32) + scale
     key_norm = tl.zeros([CHUNK], tl.float32) + 1.0
     if L2_NORM:
-        query_norm *= tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
-        key_norm *= tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+        query_norm *= tl.rsqrt(query_square + L2_EPS)
+        key_norm *= tl.rsqrt(key_square + L2_EPS)
     record = scales + ((first + i) * HEADS + h) * 4
     tl.store(record, tl.exp2(c) * key_norm, mask=exists)
     tl.store(record + 1, tl.exp2(c) * query_norm, mask=exists)
     tl.store(record + 2, tl.exp2(tl.where(exists, last - c, 0.0)) * key_norm, mask=exists)
     tl.store(record + 3, tl.exp2(last), mask=exists)
-    w *= query_norm[:, None] * key_norm[None, :]
-    a *= key_norm[:, None] * key_norm[None, :]
-    w = tl.where(seen, w, 0.0).to(DTYPE)
-    inverse = unit_lower_inverse(tl.where(i[:, None] > i[None, :], a, 0.0), PRECISION) * rate[None, :]
-    inverse = inverse.to(DTYPE)
+    seen = i[:, None] >= i[None, :]
+    between = tl.exp2(tl.where(seen, c[:, None] - c[None, :], 0.0)) * key_norm[None, :]
+    w = tl.where(seen, w * between * query_norm[:, None], 0.0).to(DTYPE)
+    a = tl.where(i[:, None] > i[None, :], a * between * (key_norm * rate)[:, None], 0.0)
+    inverse = (unit_lower_inverse(a, PRECISION) * rate[None, :]).to(DTYPE)
     w = tl.dot(w, inverse, input_precision=PRECISION)
     start = (first * HEADS + h) * CHUNK
     tile = i[:, None] * (HEADS * CHUNK) + i[None, :]

@@ -167,8 +167,8 @@ def _launches(
         HEADS=heads,
         GROUP=heads // key_heads,
         KEY_DIM=key_dim,
-        KEY_BLOCK=max(next_power_of_2(key_dim), 16),
     )
+    key_block = max(next_power_of_2(key_dim), 16)
     tile = scan_tile(key_dim, value_dim, dtype, batch * heads, device)
     return (
         Launch(
@@ -176,6 +176,7 @@ def _launches(
             (heads * (tokens // CHUNK.value + batch),),
             (tokens, batch, query_strides, key_strides, g_strides, beta_strides),
             L2_NORM=l2_norm,
+            KEY_BLOCK=min(key_block, 128),
             **shared,
             num_warps=4,
         ),
@@ -186,6 +187,7 @@ def _launches(
             VALUE_FIRST=value_first,
             STATE_DTYPE=TRITON_DTYPE[state_dtype],
             VALUE_DIM=value_dim,
+            KEY_BLOCK=key_block,
             **shared,
             **tile,
         ),
