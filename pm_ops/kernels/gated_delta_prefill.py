@@ -179,6 +179,7 @@ def _launches(
             KEY_BLOCK=min(key_block, 128),
             **shared,
             num_warps=4,
+            **({"maxnreg": 168} if dtype.itemsize == 2 and is_hopper(device) else {}),  # a third program fits
         ),
         Launch(
             _gated_delta_scan,
@@ -197,11 +198,16 @@ def _launches(
 def scan_tile(key_dim: int, value_dim: int, dtype: torch.dtype, heads: int, device: torch.device) -> dict[str, int]:
     """Columns of a state that a program has, its warps and stages. ``heads``: of all sequences together.
 
-    What a chunk loads for 64 columns and 128 keys of 16 bits is 56 KiB: of two stages a Hopper's multiprocessor holds
-    one program. Fewer columns are for calls with few heads, whose programs would leave multiprocessors idle, for states
-    that would not fit the registers, and for other GPUs.
+    What a chunk loads for 64 columns and 128 keys of 16 bits is 56 KiB: of three stages a Hopper's multiprocessor holds
+    one program, of 256 keys it holds two stages. Fewer columns are for calls with few heads, whose programs would leave
+    multiprocessors idle, for states that would not fit the registers, and for other GPUs.
+
+    On a Hopper there is never one stage of 16-bit rows. The descriptors of its matrices in shared memory are then the
+    same in every chunk, more of them than there are uniform registers; as ptxas 12.8 spills these, wgmma has read with
+    wrong ones, outside of shared memory.
     """
-    small = dtype.itemsize == 2 and key_dim <= 128 and is_hopper(device)
-    columns = 64 if small and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
+    small = dtype.itemsize == 2 and is_hopper(device)
+    columns = 64 if small and key_dim <= 128 and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
     columns = min(columns, max(next_power_of_2(value_dim), 16))
-    return {"VALUE_BLOCK": columns, "num_warps": 4, "num_stages": 2 if small else 1}
+    stages = (3 if key_dim <= 128 else 2) if small else 1
+    return {"VALUE_BLOCK": columns, "num_warps": 4, "num_stages": stages}

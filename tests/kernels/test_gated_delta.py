@@ -185,14 +185,14 @@ def test_pages_that_no_pool_has_are_skipped(device: str) -> None:
 
 
 def test_few_heads_make_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what does not fit two stages or the registers makes narrower ones."""
+    """And what does not fit the registers makes narrower ones; a Hopper's have stages, without which they fail."""
     monkeypatch.setattr(gated_delta_prefill_module, "is_hopper", lambda device: device == "hopper")
     monkeypatch.setattr(gated_delta_prefill_module, "multiprocessors", lambda device: 132)
     columns = {
-        (128, 128, BF16, 66, "hopper"): (64, 2),
-        (128, 128, BF16, 65, "hopper"): (32, 2),
-        (128, 20, BF16, 500, "hopper"): (32, 2),
-        (256, 128, BF16, 500, "hopper"): (32, 1),
+        (128, 128, BF16, 66, "hopper"): (64, 3),
+        (128, 128, BF16, 65, "hopper"): (32, 3),
+        (128, 20, BF16, 500, "hopper"): (32, 3),
+        (129, 128, BF16, 500, "hopper"): (32, 2),
         (128, 128, F32, 500, "hopper"): (32, 1),
         (128, 128, BF16, 500, "another"): (32, 1),
         (128, 3, BF16, 500, "another"): (16, 1),
@@ -211,6 +211,19 @@ def test_bf16_on_a_gpu(dims: tuple[int, int], state_dtype: torch.dtype) -> None:
     check(update_case(5, 3, each=True, value_first=False, **options), "cuda")
     check(prefill_case([1025, 5, 65, 0, 64, 63], raw=True, **options), "cuda")
     check(prefill_case([130, 2, 1], value_first=False, **options), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)])
+def test_fp32_on_a_gpu(dims: tuple[int, int]) -> None:
+    check(prefill_case([130, 2, 1], dims=dims), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_dim", [40, 128])
+def test_as_many_heads_as_make_programs_of_64_columns(key_dim: int) -> None:
+    options = dict(heads=(36, 18), dims=(128, key_dim), dtypes=(BF16, BF16, BF16, F32, BF16))
+    check(prefill_case([130, 2, 1, 65], **options), "cuda")
 
 
 @pytest.mark.gpu
