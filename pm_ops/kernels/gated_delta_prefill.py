@@ -202,9 +202,9 @@ def scan_tile(key_dim: int, value_dim: int, dtype: torch.dtype, heads: int, devi
     one program, of 256 keys it holds two stages. Fewer columns are for calls with few heads, whose programs would leave
     multiprocessors idle, for states that would not fit the registers, and for other GPUs.
 
-    On a Hopper there is never one stage of 16-bit rows. The descriptors of its matrices in shared memory are then the
-    same in every chunk, more of them than there are uniform registers; as ptxas 12.8 spills these, wgmma has read with
-    wrong ones, outside of shared memory.
+    On a Hopper 16-bit rows never have one stage. The descriptors of matrices in shared memory would be the same in
+    every chunk, and more than there are uniform registers: ptxas 12.8 keeps them in others and moves them back between
+    wgmmas, which then read outside of shared memory, as memcheck says, with 256 keys, and with 32 columns of 128.
     """
     small = dtype.itemsize == 2 and is_hopper(device)
     columns = 64 if small and key_dim <= 128 and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
