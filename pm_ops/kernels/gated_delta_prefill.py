@@ -204,7 +204,7 @@ def scan_tile(key_dim: int, value_dim: int, dtype: torch.dtype, heads: int, devi
 
     On a Hopper 16-bit rows never have one stage. The descriptors of matrices in shared memory would be the same in
     every chunk, and more than there are uniform registers: ptxas 12.8 keeps them in others and moves them back between
-    wgmmas, which then read outside of shared memory, as memcheck says, with 256 keys, and with 32 columns of 128.
+    wgmmas. Some of these then read outside of shared memory: memcheck says so of 192 keys; 32 columns of 128 fault too.
     """
     small = dtype.itemsize == 2 and is_hopper(device)
     columns = 64 if small and key_dim <= 128 and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
