@@ -114,7 +114,10 @@ def _options(work: GatedDeltaWork, layout: str) -> dict[str, Any]:
 
 
 def _on_contiguous(work: GatedDeltaWork, layout: str, kernel: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Bound:
-    """A kernel that takes initial states and returns the last ones."""
+    """A kernel that takes initial states and returns the last ones.
+
+    Contiguous ones are the case's own: those of the pool are as the calls before, of other kernels, left them.
+    """
     states, pages = work.states(layout), work.call(layout).state_indices.long()
     if layout != LAYER_MAJOR:
 
@@ -124,7 +127,7 @@ def _on_contiguous(work: GatedDeltaWork, layout: str, kernel: Callable[[Tensor],
             return out.flatten(0, 1)
 
         return Bound(gathered)
-    initial, found = states[pages], [states[pages]]
+    initial, found = work.initial.clone(), [work.initial]
 
     def run() -> Tensor:
         out, found[0] = kernel(initial)

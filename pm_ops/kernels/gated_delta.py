@@ -7,7 +7,7 @@ to the last: a state is read once, and written once for each token after which i
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -191,7 +191,7 @@ def _update_launch(
     """The launch of inputs ``[N, T, heads, dim]``."""
     (sequences, tokens, key_heads, key_dim), (_, _, heads, value_dim) = keys, values
     offset, page_stride, _, head_stride, num_pages = plane
-    blocks = update_blocks(key_dim, value_dim)
+    blocks = update_blocks(key_dim, value_dim, dtype)
     return Launch(
         _gated_delta_update,
         (sequences * heads * cdiv(value_dim, blocks["VALUE_BLOCK"]),),
@@ -210,10 +210,10 @@ def _update_launch(
     )
 
 
-def update_blocks(key_dim: int, value_dim: int) -> dict[str, Any]:
-    """Rows of a state a program, and its warps: 16 KiB of fp32, of which a few programs fill a multiprocessor."""
-    rows = max(4096 // next_power_of_2(key_dim), 1)
-    return {"VALUE_BLOCK": min(rows, next_power_of_2(value_dim)), "num_warps": 4}
+def update_blocks(key_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Rows of a state a program, and its warps: 4 KiB and one, the fastest on an H200 for fp32 and for bf16 states."""
+    rows = max(4096 // (next_power_of_2(key_dim) * dtype.itemsize), 1)
+    return {"VALUE_BLOCK": min(rows, next_power_of_2(value_dim)), "num_warps": 1}
 
 
 def spread(strides: tuple[int, ...]) -> tuple[int, ...]:

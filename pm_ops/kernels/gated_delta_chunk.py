@@ -9,9 +9,10 @@ Then a chunk that begins with the state S changes it by the outer products of it
     (I + A)^-1 beta (v - 2^c (k S))
 
 so that tokens follow one another only from chunk to chunk. Its results are those of S, and of the changes up to each
-token with the weights 2^(c[i] - c[j]) * (q[i] · k[j]). The inverse, times beta, and the weights are kept, 64 x 64 each.
-Differences of c are taken before the exponential and only where they are at most 0: nothing overflows, however strong
-the decay.
+token with the weights 2^(c[i] - c[j]) * (q[i] · k[j]). Kept are the inverse, times beta, and the weights times that,
+64 x 64 each, so that changes and results both follow from v - 2^c (k S), without waiting for one another; and four
+numbers a token, which scale what its key finds in S, its result, its change, and S. Differences of c are taken before
+the exponential and only where they are at most 0: nothing overflows, however strong the decay.
 """
 
 from __future__ import annotations
@@ -54,25 +55,32 @@ def load_rows(x, first, row, exists, stride, d, dim_stride, DIM: tl.constexpr, D
 def unit_lower_inverse(a, PRECISION: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a [64, 64] in fp32.
 
-    The blocks of 16 on the diagonal are inverted exactly, row by row, since powers of a whole triangle may be as large
-    as 10^18 where keys are alike. With D of these, and N what is left of a, I + a is D^-1 (I + D N), and (D N)^4 is 0.
+    Powers of the whole triangle may be as large as 10^18 where keys are alike. So blocks of 4 on the diagonal are
+    inverted first, then with these blocks of 16, then all: with the inverse D of the blocks on the diagonal, and N what
+    is left of a, I + a is D^-1 (I + D N). Each time four blocks by four are at stake, whose powers stay small.
     """
     b = tl.arange(0, 4)
     r = tl.arange(0, 16)
+    i = tl.arange(0, 64)
     diagonal = b[:, None, None, None] == b[None, None, :, None]
     blocks = tl.sum(tl.where(diagonal, tl.reshape(a, [4, 16, 4, 16]), 0.0), 2)
-    x = tl.broadcast_to(tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :], [4, 16, 16])
-    for i in range(1, 16):
-        here = (r == i)[None, :, None]
-        row = tl.sum(tl.where(here, blocks, 0.0), 1)
-        x -= tl.where(here, tl.sum(row[:, :, None] * x, 1)[:, None, :], 0.0)
+    near = ((r // 4)[:, None] == (r // 4)[None, :])[None, :, :]
+    eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :]
+    x = inverse_of_four(tl.where(near, blocks, 0.0), eye, PRECISION)
+    n = tl.dot(x, tl.where(near, 0.0, blocks), input_precision=PRECISION)
+    x = tl.dot(inverse_of_four(n, eye, PRECISION), x, input_precision=PRECISION)
     d = tl.reshape(tl.where(diagonal, x[:, :, None, :], 0.0), [64, 64])
-    i = tl.arange(0, 64)
-    n = tl.where((i // 16)[:, None] > (i // 16)[None, :], a, 0.0)
-    m = tl.dot(d, n, input_precision=PRECISION)
-    square = tl.dot(m, m, input_precision=PRECISION)
-    series = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - m + square - tl.dot(m, square, input_precision=PRECISION)
-    return tl.dot(series, d, input_precision=PRECISION)
+    far = (i // 16)[:, None] > (i // 16)[None, :]
+    n = tl.dot(d, tl.where(far, a, 0.0), input_precision=PRECISION)
+    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    return tl.dot(inverse_of_four(n, eye, PRECISION), d, input_precision=PRECISION)
+
+
+@triton.jit
+def inverse_of_four(n, eye, PRECISION: tl.constexpr):
+    """(I + n)^-1 of an n whose fourth power is 0."""
+    square = tl.dot(n, n, input_precision=PRECISION)
+    return eye - n + square - tl.dot(n, square, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "batch"])
@@ -84,9 +92,7 @@ def _gated_delta_chunks(
     query_start,
     a_log,
     dt_bias,
-    decay_sums,
-    query_norms,
-    key_norms,
+    scales,
     inverses,
     weights,
     scale,
@@ -110,33 +116,43 @@ def _gated_delta_chunks(
         return
     i = tl.arange(0, CHUNK)
     exists = i < count
-    at = (first + i) * HEADS + h
-
     x = tl.load(g + (first + i) * g_strides[0] + h * g_strides[1], mask=exists, other=0.0)
     c = tl.cumsum(tl.where(exists, decays(x, h, a_log, dt_bias), 0.0), 0)
-    tl.store(decay_sums + at, c, mask=exists)
+    last = tl.sum(tl.where(i == tl.minimum(count, CHUNK) - 1, c, 0.0), 0)
     rate = rates(tl.load(beta + (first + i) * beta_strides[0] + h * beta_strides[1], mask=exists, other=0.0), a_log)
 
-    d = tl.arange(0, KEY_BLOCK)
     query += h // GROUP * query_strides[1]
     key += h // GROUP * key_strides[1]
-    q = load_rows(query, first, i, exists, query_strides[0], d, query_strides[2], KEY_DIM, DTYPE)
-    k = load_rows(key, first, i, exists, key_strides[0], d, key_strides[2], KEY_DIM, DTYPE)
-    seen = i[:, None] >= i[None, :]
-    between = tl.exp2(tl.where(seen, c[:, None] - c[None, :], 0.0))
-    w = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-    a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
+    w = tl.zeros([CHUNK, CHUNK], tl.float32)
+    a = tl.zeros([CHUNK, CHUNK], tl.float32)
+    query_square = tl.zeros([CHUNK], tl.float32)
+    key_square = tl.zeros([CHUNK], tl.float32)
+    for block in tl.static_range(0, KEY_DIM, KEY_BLOCK):
+        d = block + tl.arange(0, KEY_BLOCK)
+        q = load_rows(query, first, i, exists, query_strides[0], d, query_strides[2], KEY_DIM, DTYPE)
+        k = load_rows(key, first, i, exists, key_strides[0], d, key_strides[2], KEY_DIM, DTYPE)
+        w = tl.dot(q, tl.trans(k), w, input_precision=PRECISION)
+        a = tl.dot(k, tl.trans(k), a, input_precision=PRECISION)
+        if L2_NORM:
+            query_square += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
+            key_square += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
+    query_norm = tl.zeros([CHUNK], tl.float32) + scale
+    key_norm = tl.zeros([CHUNK], tl.float32) + 1.0
     if L2_NORM:
-        query_norm = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS) * scale
-        key_norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
-        tl.store(query_norms + at, query_norm, mask=exists)
-        tl.store(key_norms + at, key_norm, mask=exists)
-        w *= query_norm[:, None] * key_norm[None, :]
-        a *= key_norm[:, None] * key_norm[None, :]
-    else:
-        w *= scale
+        query_norm *= tl.rsqrt(query_square + L2_EPS)
+        key_norm *= tl.rsqrt(key_square + L2_EPS)
+    record = scales + ((first + i) * HEADS + h) * 4
+    tl.store(record, tl.exp2(c) * key_norm, mask=exists)
+    tl.store(record + 1, tl.exp2(c) * query_norm, mask=exists)
+    tl.store(record + 2, tl.exp2(tl.where(exists, last - c, 0.0)) * key_norm, mask=exists)
+    tl.store(record + 3, tl.exp2(last), mask=exists)
+    seen = i[:, None] >= i[None, :]
+    between = tl.exp2(tl.where(seen, c[:, None] - c[None, :], 0.0)) * key_norm[None, :]
+    w = tl.where(seen, w * between * query_norm[:, None], 0.0).to(DTYPE)
+    a = tl.where(i[:, None] > i[None, :], a * between * (key_norm * rate)[:, None], 0.0)
+    inverse = (unit_lower_inverse(a, PRECISION) * rate[None, :]).to(DTYPE)
+    w = tl.dot(w, inverse, input_precision=PRECISION)
     start = (first * HEADS + h) * CHUNK
     tile = i[:, None] * (HEADS * CHUNK) + i[None, :]
-    tl.store(weights + start + tile, tl.where(seen, w, 0.0).to(DTYPE), mask=exists[:, None])
-    inverse = unit_lower_inverse(tl.where(i[:, None] > i[None, :], a, 0.0), PRECISION)
-    tl.store(inverses + start + tile, (inverse * rate[None, :]).to(DTYPE), mask=exists[:, None])
+    tl.store(inverses + start + tile, inverse, mask=exists[:, None])
+    tl.store(weights + start + tile, w.to(DTYPE), mask=exists[:, None])

@@ -35,13 +35,10 @@ def _gated_delta_scan(
     query_start,
     state_indices,
     has_initial_state,
-    decay_sums,
-    query_norms,
-    key_norms,
+    scales,
     inverses,
     weights,
     out,
-    scale,
     num_tokens: tl.int64,
     batch,
     num_pages: tl.int64,
@@ -51,7 +48,6 @@ def _gated_delta_scan(
     query_strides,
     key_strides,
     value_strides,
-    L2_NORM: tl.constexpr,
     VALUE_FIRST: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -95,13 +91,11 @@ def _gated_delta_scan(
         first = start + chunk * CHUNK
         exists = i < start + count - first
         at = (first + i) * HEADS + h
-        c = tl.load(decay_sums + at, mask=exists, other=0.0)
-        last = tl.load(decay_sums + (tl.minimum(first + CHUNK, start + count) - 1) * HEADS + h)
-        query_norm = scale
-        key_norm = 1.0
-        if L2_NORM:
-            query_norm = tl.load(query_norms + at, mask=exists, other=0.0)
-            key_norm = tl.load(key_norms + at, mask=exists, other=0.0)
+        record = scales + at * 4
+        found_scale = tl.load(record, mask=exists, other=0.0)
+        query_scale = tl.load(record + 1, mask=exists, other=0.0)
+        change_scale = tl.load(record + 2, mask=exists, other=0.0)
+        decay = tl.load(scales + (first * HEADS + h) * 4 + 3)
         queries = load_rows(query, first, i, exists, query_strides[0], k, query_strides[2], KEY_DIM, DTYPE)
         keys = load_rows(key, first, i, exists, key_strides[0], k, key_strides[2], KEY_DIM, DTYPE)
         values = load_rows(value, first, i, exists, value_strides[0], v, value_strides[2], VALUE_DIM, DTYPE)
@@ -109,15 +103,15 @@ def _gated_delta_scan(
         weight = load_rows(weights, first, i, exists, HEADS * CHUNK, i, 1, CHUNK, DTYPE)
 
         before = state.to(DTYPE)
-        found = tl.dot(keys, before, input_precision=PRECISION) * (tl.exp2(c) * key_norm)[:, None]
-        change = tl.dot(inverse, (values.to(tl.float32) - found).to(DTYPE), input_precision=PRECISION)
-        o = tl.dot(queries, before, input_precision=PRECISION) * (tl.exp2(c) * query_norm)[:, None]
-        o = tl.dot(weight, change.to(DTYPE), o, input_precision=PRECISION)
+        found = tl.dot(keys, before, input_precision=PRECISION) * found_scale[:, None]
+        o = tl.dot(queries, before, input_precision=PRECISION) * query_scale[:, None]
+        new = (values.to(tl.float32) - found).to(DTYPE)
+        change = tl.dot(inverse, new, input_precision=PRECISION) * change_scale[:, None]
+        o = tl.dot(weight, new, o, input_precision=PRECISION)
+        state = tl.dot(tl.trans(keys), change.to(DTYPE), state * decay, input_precision=PRECISION)
         rows = out + (first * HEADS + h) * VALUE_DIM + (i[:, None] * (HEADS * VALUE_DIM) + v[None, :])
         o = tl.where(live, o, 0.0).to(out.dtype.element_ty)
         tl.store(rows, o, mask=exists[:, None] & (v < VALUE_DIM)[None, :])
-        change *= (tl.exp2(tl.where(exists, last - c, 0.0)) * key_norm)[:, None]
-        state = tl.dot(tl.trans(keys), change.to(DTYPE), state * tl.exp2(last), input_precision=PRECISION)
     tl.store(cells, state.to(STATE_DTYPE), mask=inside)
 
 
@@ -139,14 +133,13 @@ def gated_delta_prefill(a: GatedDeltaPrefill) -> Tensor:
         a.l2_norm, a.value_first, out.device,
     )  # fmt: skip
     new = functools.partial(torch.empty, device=out.device)
-    decay_sums = new(tokens, heads, dtype=torch.float32)
-    norms = (torch.empty_like(decay_sums), torch.empty_like(decay_sums)) if a.l2_norm else (None, None)
+    scales = new(tokens, heads, 4, dtype=torch.float32)
     inverses, weights = (new(tokens, heads, CHUNK.value, dtype=dtype) for _ in range(2))
     start, index = a.query_start.contiguous(), a.state_indices.contiguous()
     a_log, dt_bias, initial = (None if x is None else x.contiguous() for x in (a.a_log, a.dt_bias, a.has_initial_state))
-    kept = (decay_sums, *norms, inverses, weights)
+    kept = (scales, inverses, weights)
     chunks(query, key, a.g, a.beta, start, a_log, dt_bias, *kept, a.scale)
-    scan(a.buffer, query, key, value, start, index, initial, *kept, out, a.scale)
+    scan(a.buffer, query, key, value, start, index, initial, *kept, out)
     zero_padding(out, start)
     return out
 
@@ -169,22 +162,24 @@ def _launches(
     query_strides, key_strides, value_strides, g_strides, beta_strides = strides
     offset, page_stride, _, head_stride, num_pages = plane
     shared: dict[str, Any] = dict(
-        L2_NORM=l2_norm,
         DTYPE=TRITON_DTYPE[dtype],
         PRECISION="tf32" if dtype.itemsize == 2 else "tf32x3",
         HEADS=heads,
         GROUP=heads // key_heads,
         KEY_DIM=key_dim,
-        KEY_BLOCK=max(next_power_of_2(key_dim), 16),
     )
+    key_block = max(next_power_of_2(key_dim), 16)
     tile = scan_tile(key_dim, value_dim, dtype, batch * heads, device)
     return (
         Launch(
             _gated_delta_chunks,
             (heads * (tokens // CHUNK.value + batch),),
             (tokens, batch, query_strides, key_strides, g_strides, beta_strides),
+            L2_NORM=l2_norm,
+            KEY_BLOCK=min(key_block, 128),
             **shared,
             num_warps=4,
+            **({"maxnreg": 168} if dtype.itemsize == 2 and is_hopper(device) else {}),  # a third program fits
         ),
         Launch(
             _gated_delta_scan,
@@ -193,6 +188,7 @@ def _launches(
             VALUE_FIRST=value_first,
             STATE_DTYPE=TRITON_DTYPE[state_dtype],
             VALUE_DIM=value_dim,
+            KEY_BLOCK=key_block,
             **shared,
             **tile,
         ),
@@ -202,11 +198,16 @@ def _launches(
 def scan_tile(key_dim: int, value_dim: int, dtype: torch.dtype, heads: int, device: torch.device) -> dict[str, int]:
     """Columns of a state that a program has, its warps and stages. ``heads``: of all sequences together.
 
-    What a chunk loads for 64 columns and 128 keys of 16 bits is 56 KiB: of two stages a Hopper's multiprocessor holds
-    one program. Fewer columns are for calls with few heads, whose programs would leave multiprocessors idle, for states
-    that would not fit the registers, and for other GPUs.
+    What a chunk loads for 64 columns and 128 keys of 16 bits is 56 KiB: of three stages a Hopper's multiprocessor holds
+    one program, of 256 keys it holds two stages. Fewer columns are for calls with few heads, whose programs would leave
+    multiprocessors idle, for states that would not fit the registers, and for other GPUs.
+
+    On a Hopper 16-bit rows never have one stage. The descriptors of matrices in shared memory would be the same in
+    every chunk, and more than there are uniform registers: ptxas 12.8 keeps them in others and moves them back between
+    wgmmas. Some of these then read outside of shared memory: memcheck says so of 192 keys; 32 columns of 128 fault too.
     """
-    small = dtype.itemsize == 2 and key_dim <= 128 and is_hopper(device)
-    columns = 64 if small and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
+    small = dtype.itemsize == 2 and is_hopper(device)
+    columns = 64 if small and key_dim <= 128 and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
     columns = min(columns, max(next_power_of_2(value_dim), 16))
-    return {"VALUE_BLOCK": columns, "num_warps": 4, "num_stages": 2 if small else 1}
+    stages = (3 if key_dim <= 128 else 2) if small else 1
+    return {"VALUE_BLOCK": columns, "num_warps": 4, "num_stages": stages}

@@ -281,7 +281,7 @@ def states() -> None:
 
 def gated_delta() -> None:
     """One token and several, a state a token; sequences that end around chunks, none, and padding; both orders."""
-    for dtype, dims in ((F32, (12, 20)), (F16, (64, 96)), (BF16, (128, 128))):
+    for dtype, dims in ((F32, (12, 20)), (F16, (64, 96)), (BF16, (128, 128)), (BF16, (64, 192))):
         for first in (True, False):
             options: dict[str, Any] = dict(dtypes=(dtype,) * 5, dims=dims, value_first=first)
             check(gated_delta_update, update_case(3, raw=first, **options), TOLERANCE[dtype])

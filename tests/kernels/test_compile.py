@@ -191,8 +191,9 @@ def launch_every_gated_delta_kernel() -> None:
         gated_delta_prefill(prefill_case([3, 2], **options))
     gated_delta_prefill(prefill_case([3], initial=False, l2_norm=False, value_first=False, dtypes=(f16,) * 5))
     kernels.gated_delta_prefill.is_hopper = lambda device: True
-    for heads in (1, 4):
-        gated_delta_prefill(prefill_case([3], heads=(heads, 1), dims=(128, 128), dtypes=(bf16,) * 5))
+    kernels.gated_delta_prefill.multiprocessors = lambda device: 132
+    for heads, dims in ((1, (128, 128)), (140, (128, 128)), (1, (256, 256))):
+        gated_delta_prefill(prefill_case([3], heads=(heads, 1), dims=dims, dtypes=(bf16,) * 5))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from pm_ops.kernels import gated_delta_prefill as gated_delta_prefill_module
 from pm_ops.kernels.gated_delta import gated_delta_update
 from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
-from pm_ops.ops.gated_delta import GatedDeltaUpdate
+from pm_ops.ops.gated_delta import GatedDeltaPrefill, GatedDeltaUpdate
 from pm_ops.testing import writes_only
 
 TOLERANCE = {F32: 5e-5, F16: 4e-3, BF16: 2e-2}
@@ -129,13 +129,32 @@ def test_strong_decays_neither_overflow_nor_give_nan(device: str, decay: float) 
     check(update_case(3, 2, decay=decay), device)
 
 
-@on_each_device
-def test_keys_that_are_all_alike(device: str) -> None:
-    """Powers of the triangle that is inverted are as large as 10^18 then."""
-    case = prefill_case([64], heads=(2, 1), decay=0.0)
-    case.key[:] = case.key[0, 0] + 1e-3 * torch.randn(case.key.shape)
+def on_circle(angle: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return angle.cos() * x + angle.sin() * y
+
+
+ALIKE = {
+    "all": lambda keys: keys[:1],
+    "nearly all": lambda keys: keys[:1] + 1e-3 * keys,
+    "all but for signs": lambda keys: keys[:1] * torch.randn(len(keys), 1, 1).sign(),
+    "each one of two": lambda keys: keys[torch.randint(2, (len(keys),))],
+    "along a circle": lambda keys: on_circle(torch.linspace(0, 3, len(keys))[:, None, None], keys[0], keys[1]),
+    "of four dimensions": lambda keys: torch.randn(len(keys), 1, 4) @ torch.randn(4, keys.shape[-1]),
+}
+
+
+def alike_case(alike: str, **options: Any) -> GatedDeltaPrefill:
+    """Powers of the triangle that is inverted are as large as 10^18 then: nothing decays, and all changes are whole."""
+    case = prefill_case([64, 5], heads=(2, 1), decay=0.0, padding=0, skip=False, **options)
+    case.key[:] = ALIKE[alike](torch.randn(case.key.shape))
     case.beta.fill_(1.0)
-    check(case, device)
+    return case
+
+
+@on_each_device
+@pytest.mark.parametrize("alike", ALIKE)
+def test_keys_that_are_alike(device: str, alike: str) -> None:
+    check(alike_case(alike), device)
 
 
 @on_each_device
@@ -166,14 +185,14 @@ def test_pages_that_no_pool_has_are_skipped(device: str) -> None:
 
 
 def test_few_heads_make_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what does not fit two stages or the registers makes narrower ones."""
+    """And what does not fit the registers makes narrower ones; a Hopper's have stages, without which they fail."""
     monkeypatch.setattr(gated_delta_prefill_module, "is_hopper", lambda device: device == "hopper")
     monkeypatch.setattr(gated_delta_prefill_module, "multiprocessors", lambda device: 132)
     columns = {
-        (128, 128, BF16, 66, "hopper"): (64, 2),
-        (128, 128, BF16, 65, "hopper"): (32, 2),
-        (128, 20, BF16, 500, "hopper"): (32, 2),
-        (256, 128, BF16, 500, "hopper"): (32, 1),
+        (128, 128, BF16, 66, "hopper"): (64, 3),
+        (128, 128, BF16, 65, "hopper"): (32, 3),
+        (128, 20, BF16, 500, "hopper"): (32, 3),
+        (129, 128, BF16, 500, "hopper"): (32, 2),
         (128, 128, F32, 500, "hopper"): (32, 1),
         (128, 128, BF16, 500, "another"): (32, 1),
         (128, 3, BF16, 500, "another"): (16, 1),
@@ -192,6 +211,25 @@ def test_bf16_on_a_gpu(dims: tuple[int, int], state_dtype: torch.dtype) -> None:
     check(update_case(5, 3, each=True, value_first=False, **options), "cuda")
     check(prefill_case([1025, 5, 65, 0, 64, 63], raw=True, **options), "cuda")
     check(prefill_case([130, 2, 1], value_first=False, **options), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)])
+def test_fp32_on_a_gpu(dims: tuple[int, int]) -> None:
+    check(prefill_case([130, 2, 1], dims=dims), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_dim", [40, 128])
+def test_as_many_heads_as_make_programs_of_64_columns(key_dim: int) -> None:
+    options = dict(heads=(36, 18), dims=(128, key_dim), dtypes=(BF16, BF16, BF16, F32, BF16))
+    check(prefill_case([130, 2, 1, 65], **options), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alike", ALIKE)
+def test_keys_that_are_alike_in_bf16(alike: str) -> None:
+    check(alike_case(alike, dims=(128, 128), dtypes=(BF16, BF16, BF16, F32, BF16)), "cuda")
 
 
 @pytest.mark.gpu
