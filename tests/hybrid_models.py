@@ -48,6 +48,18 @@ def bamba(transformers: Any, types: Sequence[str]) -> Any:
     return transformers.BambaForCausalLM(config).eval()
 
 
+def falcon_h1(transformers: Any, layers: int) -> Any:
+    """Mamba-2 and attention side by side in every layer."""
+    in_torch(transformers.models.falcon_h1.modeling_falcon_h1)
+    config = transformers.FalconH1Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
+        mamba_n_groups=2, mamba_chunk_size=16, initializer_range=0.3, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    )  # fmt: skip
+    return transformers.FalconH1ForCausalLM(config).eval()
+
+
 FAMILIES = {"qwen3_next": qwen3_next, "bamba": bamba}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_models import ATTENTION, BATCH, FAMILIES, STATES, greedy, make_cache, make_pool
+from hybrid_models import ATTENTION, BATCH, FAMILIES, STATES, falcon_h1, greedy, make_cache, make_pool
 from torch import Tensor
 
 import pm_ops
@@ -129,6 +129,18 @@ def test_a_second_prompt_and_a_reset_go_on_from_the_states_in_pages() -> None:
     run.cache.reset()
     view = run.pool["state"].view(0, "ssm")[run.table[:, -1].long()]
     assert not view.any() and torch.equal(run.go_on(run.prompt, 1), run.want)
+
+
+def test_layers_that_keep_keys_and_states_are_bound_after_a_prefill() -> None:
+    model, prompt = falcon_h1(transformers, 2), torch.randint(1, 96, (BATCH, PROMPT))
+    stock, cache = (transformers.StaticCache(config=model.config, max_cache_len=30) for _ in range(2))
+    with pytest.raises(ValueError, match=r"layer 0 has no tensors yet; call .* or run a prefill before bind"):
+        bind(pm_ops.PagePool(pm_ops.page_major(2, 1, 16, 4, torch.float32), 4), cache)
+    want, first = greedy(model, stock, prompt, 5), greedy(model, cache, prompt, 1)
+    binding = bind(make_pool(cache, 24), cache)
+    compiled = torch.compile(model, backend=page_major_backend(binding, "eager"), fullgraph=True)
+    assert torch.equal(torch.cat([first, greedy(compiled, cache, first, 4)], 1), want)
+    assert binding.report().materialized == 0 and not binding.report().untouched("write")
 
 
 def test_release_gives_states_and_caches_back() -> None:
