@@ -205,9 +205,12 @@ def scan_tile(key_dim: int, value_dim: int, dtype: torch.dtype, heads: int, devi
     On a Hopper 16-bit rows never have one stage. The descriptors of matrices in shared memory would be the same in
     every chunk, and more than there are uniform registers: ptxas 12.8 keeps them in others and moves them back between
     wgmmas. Some of these then read outside of shared memory: memcheck says so of 192 keys; 32 columns of 128 fault too.
+    Two stages of float32 rows would not fit: they have two warps, which a wgmma is not for.
     """
-    small = dtype.itemsize == 2 and is_hopper(device)
+    hopper = is_hopper(device)
+    small = dtype.itemsize == 2 and hopper
     columns = 64 if small and key_dim <= 128 and heads * cdiv(value_dim, 64) >= multiprocessors(device) else 32
     columns = min(columns, max(next_power_of_2(value_dim), 16))
     stages = (3 if key_dim <= 128 else 2) if small else 1
-    return {"VALUE_BLOCK": columns, "num_warps": 4, "num_stages": stages}
+    warps = 2 if hopper and not small else 4
+    return {"VALUE_BLOCK": columns, "num_warps": warps, "num_stages": stages}

@@ -185,6 +185,8 @@ def launch_every_gated_delta_kernel() -> None:
     from pm_ops.kernels.gated_delta import gated_delta_update
     from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 
+    kernels.gated_delta_prefill.is_hopper = lambda device: True
+    kernels.gated_delta_prefill.multiprocessors = lambda device: 132
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
     for dtype, state, dims in ((f32, f32, (12, 20)), (bf16, f32, (128, 128)), (f16, bf16, (80, 256))):
         options = {"dtypes": (dtype,) * 5, "state_dtype": state, "dims": dims, "raw": dtype == bf16}
@@ -192,10 +194,9 @@ def launch_every_gated_delta_kernel() -> None:
         gated_delta_update(update_case(2, 3, each=True, l2_norm=False, value_first=False, **options))
         gated_delta_prefill(prefill_case([3, 2], **options))
     gated_delta_prefill(prefill_case([3], initial=False, l2_norm=False, value_first=False, dtypes=(f16,) * 5))
-    kernels.gated_delta_prefill.is_hopper = lambda device: True
-    kernels.gated_delta_prefill.multiprocessors = lambda device: 132
     for heads, dims in ((1, (128, 128)), (140, (128, 128)), (1, (256, 256))):
-        gated_delta_prefill(prefill_case([3], heads=(heads, 1), dims=dims, dtypes=(bf16,) * 5))
+        for dtype in (bf16, f32):
+            gated_delta_prefill(prefill_case([3], heads=(heads, 1), dims=dims, dtypes=(dtype,) * 5))
 
 
 def decode_at_several_layers_and_batch_sizes() -> None:
