@@ -235,9 +235,9 @@ class Step:
 def compared(one: Step, other: Step, layers: int) -> dict[str, Any]:
     """How far two steps differ, and whether one rounding in place of several explains that.
 
-    Keys of the first layer have the same inputs: they are an ulp apart, or two behind a norm that also rounds. Its values
-    are the same, or an ulp apart where Inductor has tuned the norm before the projection to another order of its sum.
-    Behind all layers such differences have grown.
+    Keys of the first layer have the same inputs: they are an ulp apart, or two behind a norm that also rounds. Its
+    values are the same, or an ulp apart where Inductor has tuned the norm before the projection to another order of its
+    sum. Behind all layers such differences have grown.
     """
     error = float((one.hidden - other.hidden).norm() / one.hidden.norm())
     key, value = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(one.rows, other.rows, strict=True))
