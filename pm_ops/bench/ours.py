@@ -137,17 +137,17 @@ class PmOpsFA3(Implementation):
         return Bound(run)
 
 
-class PmOpsMLAHopper(Implementation):
-    """``mla_attention`` by the kernel for Hopper, which has to be asked for."""
+class PmOpsMLATriton(Implementation):
+    """``mla_attention`` by attention's kernel, where auto takes the one for Hopper."""
 
-    name = "pm_ops_mla_hopper"
+    name = "pm_ops_mla_triton"
     kinds = LATENT
     scope = "it is a second kernel for latent attention"
     ours = True
 
     def latent(self, work: AttentionWork, memory: Memory) -> Bound:
-        """``pm_ops.mla_attention(..., impl="hopper")``."""
-        run = _latent(work, memory, impl="hopper")
+        """``pm_ops.mla_attention(..., impl="triton")``."""
+        run = _latent(work, memory, impl="triton")
         try:
             run()
         except ValueError as error:

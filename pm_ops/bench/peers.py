@@ -9,7 +9,7 @@ import torch
 
 from .baseline import Torch
 from .implementation import Implementation, Missing
-from .ours import PmOps, PmOpsByLayer, PmOpsFA3, PmOpsMLAHopper
+from .ours import PmOps, PmOpsByLayer, PmOpsFA3, PmOpsMLATriton
 from .peer_fa3 import FA3
 from .peer_flashinfer import FlashInfer
 from .peer_gated_delta import FLA, SGLangGatedDelta, VLLMGatedDelta
@@ -26,7 +26,7 @@ FACTORIES: dict[str, Factory] = {
     "pm_ops": lambda folder, device: PmOps(),
     "pm_ops_by_layer": lambda folder, device: PmOpsByLayer(),
     "pm_ops_fa3": lambda folder, device: _gpu(device, lambda: PmOpsFA3(FA3(folder))),
-    "pm_ops_mla_hopper": lambda folder, device: _gpu(device, PmOpsMLAHopper),
+    "pm_ops_mla_triton": lambda folder, device: _gpu(device, PmOpsMLATriton),
     "fa3": lambda folder, device: _gpu(device, lambda: FA3(folder)),
     "flashinfer": lambda folder, device: _gpu(device, FlashInfer),
     "fla": lambda folder, device: _gpu(device, lambda: FLA(folder)),

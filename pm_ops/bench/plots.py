@@ -15,7 +15,7 @@ from .results import Row
 _COLOURS = {
     "pm_ops": "tab:blue",
     "pm_ops_fa3": "navy",
-    "pm_ops_mla_hopper": "navy",
+    "pm_ops_mla_triton": "navy",
     "pm_ops_by_layer": "tab:cyan",
     "fa3": "tab:orange",
     "flashinfer": "tab:green",
@@ -54,7 +54,11 @@ def draw(report: Report, folder: Path, stem: str) -> list[Path]:
 
 
 def _chart(row: Row) -> str:
-    """The suite; that of transfers is three charts: across PCIe, on the device, and the caller's time."""
+    """The suite. States are two charts, whose rates are of bytes and of operations; transfers are three: across PCIe, on
+    the device, and the caller's time.
+    """
+    if row["suite"] == "state":
+        return "state-prefill" if unit_of(row) == "tflop_s" else "state"
     if row["suite"] != "transfer":
         return str(row["suite"])
     return {None: "transfer-host", COPY: "transfer-repack"}.get(limit_of(row), "transfer")

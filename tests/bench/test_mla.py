@@ -19,7 +19,7 @@ from pm_ops.bench.implementation import Implementation, Missing, Unsupported
 from pm_ops.bench.memory import LAYOUTS
 from pm_ops.bench.mla_cases import MLAShape, decode
 from pm_ops.bench.mla_work import mla_work
-from pm_ops.bench.ours import PmOps, PmOpsMLAHopper
+from pm_ops.bench.ours import PmOps, PmOpsMLATriton
 from pm_ops.bench.peer_mla import FlashInferLatent, FlashMLA, VLLMLatent
 from pm_ops.bench.suites import mla_case
 
@@ -57,7 +57,7 @@ def test_ours_and_plain_torch_pass(shape: MLAShape, layout: str) -> None:
 def test_the_kernel_for_hopper_is_asked_for_and_a_refusal_is_a_note(layout: str) -> None:
     case: Case = mla_case("mla", DECODE)
     with pytest.raises(Unsupported, match="impl='hopper' needs CUDA tensors"):
-        case.bind(PmOpsMLAHopper(), case.build(CPU, True), layout)
+        case.bind(PmOpsMLATriton(), case.build(CPU, True), layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -121,6 +121,21 @@ def test_transfers_across_pcie_on_the_device_and_host_times_are_plots_of_their_o
     assert [[call.args[0] for call in axes.axvline.call_args_list] for axes in charts] == [[50.0, 40.0], [], [4000.0]]
 
 
+def test_states_are_a_plot_of_bytes_and_one_of_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results({"device": "a GPU"})
+    for case, unit in (("update", "gb_s"), ("prefill", "tflop_s"), ("another update", "gb_s")):
+        results.add("state", case, "pm_ops", "page-major", 1.0, 0.0, unit, 3e6)
+    matplotlib, pyplot = MagicMock(), MagicMock()
+    matplotlib.__spec__ = sys.__spec__
+    charts = [MagicMock() for _ in range(2)]
+    pyplot.subplots.side_effect = [(MagicMock(), axes) for axes in charts]
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    names = ["gpu-state.png", "gpu-state-prefill.png"]
+    assert [path.name for path in draw(Report(results), tmp_path, "gpu")] == names
+    assert [axes.barh.call_count for axes in charts] == [2, 1]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_plots_are_png_files(report: Report, tmp_path: Path) -> None:
     for path in draw(report, tmp_path, "gpu"):
