@@ -54,8 +54,8 @@ def draw(report: Report, folder: Path, stem: str) -> list[Path]:
 
 
 def _chart(row: Row) -> str:
-    """The suite. States are two charts, whose rates are of bytes and of operations; transfers are three: across PCIe, on
-    the device, and the caller's time.
+    """The suite. States are two charts, whose rates are of bytes and of operations; transfers are three: across PCIe,
+    on the device, and the caller's time.
     """
     if row["suite"] == "state":
         return "state-prefill" if unit_of(row) == "tflop_s" else "state"

@@ -54,9 +54,9 @@ def test_ours_and_plain_torch_pass(shape: MLAShape, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_kernel_for_hopper_is_asked_for_and_a_refusal_is_a_note(layout: str) -> None:
+def test_the_triton_kernel_is_asked_for_and_a_refusal_is_a_note(layout: str) -> None:
     case: Case = mla_case("mla", DECODE)
-    with pytest.raises(Unsupported, match="impl='hopper' needs CUDA tensors"):
+    with pytest.raises(Unsupported, match="impl='triton' needs CUDA tensors"):
         case.bind(PmOpsMLATriton(), case.build(CPU, True), layout)
 
 
