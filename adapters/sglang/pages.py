@@ -183,7 +183,7 @@ class Paged:
         strides = (step, *view.stride())
         width = math.gcd(8, view.shape[-1], view.storage_offset(), *strides[:-1])
         planes = view.as_strided((self.layer_num, *view.shape), strides).view(INTEGERS[width])
-        most = max(1, STAGED // (count * view.shape[-1]))
+        most = max(1, STAGED // max(1, count * view.shape[-1]))  # a chunk may be empty
         for first in range(0, self.layer_num, most):
             yield first, planes[first : first + most]
 
