@@ -1,7 +1,7 @@
 """SGLang's attention backend ``pm_ops``: decode, extend and mixed batches, and verified drafts, by ``attention``.
 
 Page tables are built on the device from SGLang's table of slots, so that nothing waits for the GPU; under CUDA graphs
-they are filled in place before each replay. It has not run on a GPU yet.
+they are filled in place before each replay.
 """
 
 from __future__ import annotations

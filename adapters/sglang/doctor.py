@@ -41,8 +41,8 @@ def examine() -> dict[str, Any]:
         f"latent attention (MLA): token_major, read by {', '.join(STRIDED_LATENTS)}",
         "refused: indexers (DSA), FP4 and MXFP8 caches, hierarchical cache, LMCache, FlexKV, disaggregation",
         f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; drafts of EAGLE, EAGLE3, STANDALONE and "
-        f"NGRAM, chains and trees; not for {UNSERVED}, which SGLang gives to backends of its own lists; not run on a "
-        "GPU yet",
+        f"NGRAM, chains and trees; not for {UNSERVED}, which SGLang gives to backends of its own lists; drafts "
+        "have not run on a GPU yet",
     ]
     return {"found": found, "usable": True, "notes": notes}
 

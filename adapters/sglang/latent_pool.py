@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pm_ops
-from pm_ops import PageLayout, PagePool
+from pm_ops import PageLayout
 from pm_ops.formats import TOKEN_MAJOR_ALIGN, mla
 
 from .pages import Paged, without_sink
@@ -66,12 +66,9 @@ def latent_pool_class(base: type, layout: str) -> type:
             self.page_pool = self._allocate()
             self.kv_buffer = [self._rows(layer, "latent") for layer in range(self.layer_num)]
 
-        def _layout(self, page_size: int) -> PageLayout:
+        def _layout(self) -> PageLayout:
             dims = self.kv_lora_rank, self.qk_rope_head_dim
-            return latent_layout(self.pm_ops_layout, self.layer_num, page_size, self.dtype, *dims)
-
-        def _store_rows(self, pool: PagePool, layer: int, parts: list[Tensor], slots: Tensor) -> None:
-            pm_ops.store_latent(pool, layer, parts[0].flatten(1), slots)
+            return latent_layout(self.pm_ops_layout, self.layer_num, self.page_size, self.dtype, *dims)
 
         def get_kv_size_bytes(self) -> int:
             """Bytes of the buffer."""

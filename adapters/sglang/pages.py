@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import pm_ops
 from pm_ops import PageLayout, PagePool
 from pm_ops.ops import _common
+
+STAGED = 16 << 20
+"""Bytes of rows that a copy to the host or back has on the device at once."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Paged:
     """Mixed into a subclass of a release's pool, in front of it. Slots are SGLang's: page ``slot // page_size``.
 
-    The subclass has ``_layout(page_size)``, its layout, and ``_store_rows(pool, layer, parts, slots)``, which writes
-    rows of the planes ``KINDS`` into such a pool as they are.
+    The subclass has ``_layout()``, its layout, of planes ``KINDS``.
     """
 
     KINDS: tuple[str, ...]
@@ -34,8 +37,7 @@ class Paged:
     memory_saver_adapter: Any
     enable_custom_mem_pool: bool
     custom_mem_pool: Any
-    _layout: Callable[[int], PageLayout]
-    _store_rows: Callable[[PagePool, int, list[Tensor], Tensor], None]
+    _layout: Callable[[], PageLayout]
 
     def _allocate(self) -> PagePool:
         from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -45,7 +47,7 @@ class Paged:
                 f"pm_ops: a pool of {self.size} slots has no whole pages of {self.page_size}; choose "
                 "--max-total-tokens as a multiple of --page-size"
             )
-        layout = self._layout(self.page_size)
+        layout = self._layout()
         num_pages = self.size // self.page_size + 1  # page 0 is where rows of padding are written
         in_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), in_pool:
@@ -82,7 +84,8 @@ class Paged:
     def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> list[Any]:
         """The rows of these slots, SGLang's way: for each layer a list of chunks, ``[key, value]`` or latents.
 
-        The pages that hold a chunk of all layers come over in one copy.
+        They are the caller's, contiguous, and from a GPU in pinned memory, as those of SGLang's own pools. Those of
+        several layers come over in one copy and are parts of one allocation.
         """
         from sglang.srt.platforms import current_platform
 
@@ -90,13 +93,10 @@ class Paged:
         if self.page_pool is None or not len(indices):
             return found
         current_platform.synchronize()
-        for chunk in indices.split(self.cpu_offloading_chunk_size):
-            pages, which = torch.unique(chunk // self.page_size, return_inverse=True)
-            rows = self.page_pool.gather(pages).cpu()
-            host = PagePool(self.page_pool.layout, len(pages), buffer=rows.flatten())
-            slots = (which * self.page_size + chunk % self.page_size).cpu()
+        for slots in self._slots(indices).split(self.cpu_offloading_chunk_size):
+            kinds = [self._read(kind, slots) for kind in self.KINDS]
             for layer, chunks in enumerate(found):
-                parts = [pm_ops.load_kv(host, layer, slots, kind).view(self.store_dtype) for kind in self.KINDS]
+                parts = [rows[layer] for rows in kinds]
                 chunks.append(parts if len(parts) > 1 else parts[0])
         current_platform.synchronize()
         return found
@@ -104,29 +104,88 @@ class Paged:
     def load_cpu_copy(
         self, kv_cache_cpu: list[Any], indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> None:
-        """Write what ``get_cpu_copy`` gave, chunked in whatever way, to these slots: one copy over a chunk."""
+        """Write what ``get_cpu_copy`` of a pool of this shape gave to these slots.
+
+        Chunks may have been cut otherwise since, in all layers alike. Raises ValueError, before anything is written,
+        where rows are not as many as the slots, or not those of such a pool.
+        """
         from sglang.srt.platforms import current_platform
 
         if self.page_pool is None or not len(indices):
             return
-        rows = []
-        for chunks in kv_cache_cpu:
-            apart = [[chunk] if isinstance(chunk, Tensor) else chunk for chunk in chunks]
-            parts = [torch.cat([chunk[i] for chunk in apart]).view(self.dtype) for i in range(len(self.KINDS))]
-            if any(len(part) != len(indices) for part in parts):
-                raise ValueError(f"rows of {self.KINDS}: {[len(part) for part in parts]} for {len(indices)} slots")
-            rows.append(parts)
-        entry = self._layout(1)
+        layers = [[[chunk] if isinstance(chunk, Tensor) else chunk for chunk in chunks] for chunks in kv_cache_cpu]
+        cuts = self._cuts(layers, len(indices))
         current_platform.synchronize()
-        size = self.cpu_offloading_chunk_size
-        for i, slots in enumerate(indices.split(size)):
-            host, every = PagePool(entry, len(slots)), torch.arange(len(slots))
-            for layer, parts in enumerate(rows):
-                self._store_rows(host, layer, [part[i * size :][: len(slots)] for part in parts], every)
-            near = PagePool(entry, len(slots), buffer=host.buffer.to(self.page_pool.device))
-            for layer in range(self.layer_num):
-                self._store_rows(self.page_pool, layer, [near.view(layer, kind)[:, 0] for kind in self.KINDS], slots)
+        for i, slots in enumerate(self._slots(indices).split(cuts)):
+            for which, kind in enumerate(self.KINDS):
+                self._write(kind, slots, [chunks[i][which] for chunks in layers])
         current_platform.synchronize()
+
+    def _slots(self, indices: Tensor) -> Tensor:
+        """These slots as int64. Raises ValueError for one that the pool has not, where index values are checked."""
+        assert self.page_pool is not None
+        slots, limit = indices.long(), self.page_pool.num_pages * self.page_size
+        if slots.device.type == "cpu" or _common.CHECKS:
+            outside = (slots < 0) | (slots >= limit)
+            _common.require_values(~outside, lambda: f"slots {slots[outside].tolist()} of a pool of {limit}")
+        return slots
+
+    def _cuts(self, layers: list[list[list[Tensor]]], count: int) -> list[int]:
+        """How many rows each chunk has, after a look at all of them."""
+        if len(layers) != self.layer_num:
+            raise ValueError(f"rows of {len(layers)} layers for a pool of {self.layer_num}")
+        cuts = [len(parts[0]) for parts in layers[0]]
+        for which, kind in enumerate(self.KINDS):
+            row = self._rows(0, kind).shape[-2:]
+            for layer, chunks in enumerate(layers):
+                parts = [chunk[which] for chunk in chunks]
+                found = [len(part) for part in parts]
+                if sum(found) != count or found != cuts:
+                    raise ValueError(
+                        f"{kind} rows of layer {layer} are in chunks of {found} for {count} slots; those of the first "
+                        f"layer, {cuts}, and of all others must be cut alike and have a row a slot"
+                    )
+                for part in parts:
+                    if part.shape[1:] != row or part.dtype not in (self.store_dtype, self.dtype):
+                        raise ValueError(
+                            f"{kind} rows of layer {layer} are {list(part.shape[1:])} of {part.dtype}, but a pool of "
+                            f"{list(row)} of {self.store_dtype} can load its like alone"
+                        )
+        return cuts
+
+    def _read(self, kind: str, slots: Tensor) -> list[Tensor]:
+        """Rows of each layer on the host, on their way there: ``[slots, heads, dim]``."""
+        found: list[Tensor] = []
+        for _, planes in self._planes(kind, len(slots)):
+            rows = planes[:, slots // self.page_size, slots % self.page_size].contiguous()
+            # as of SGLang's own pools: torch takes pinned memory for it, and uses it again once the caller drops it
+            found += rows.to("cpu", non_blocking=True).view(self.store_dtype)
+        return [rows.view(-1, *self._rows(0, kind).shape[-2:]) for rows in found]
+
+    def _write(self, kind: str, slots: Tensor, parts: list[Tensor]) -> None:
+        """Rows of each layer, ``[slots, heads, dim]``, into these slots."""
+        for first, planes in self._planes(kind, len(slots)):
+            rows = planes.new_empty(len(planes), len(slots), planes.shape[-1])
+            for row, part in zip(rows.view(self.store_dtype), parts[first:], strict=False):
+                row.copy_(part.view(self.store_dtype).flatten(1), non_blocking=True)
+            planes[:, slots // self.page_size, slots % self.page_size] = rows
+
+    def _planes(self, kind: str, count: int) -> Iterator[tuple[int, Tensor]]:
+        """Views of the rows of layers on end, ``[layers, pages, page_size, row]``, each with the number of its first.
+
+        They are as many as take ``STAGED`` bytes for ``count`` slots, at least one. In both formats layers are evenly
+        apart. Elements are the widest integers that there can be: torch's kernels of indices copy one at a time.
+        """
+        assert self.page_pool is not None
+        view = self.page_pool.view(0, kind).view(torch.uint8)
+        view = view.view(*view.shape[:2], -1)
+        step = self.page_pool.view(min(1, self.layer_num - 1), kind).data_ptr() - view.data_ptr()
+        strides = (step, *view.stride())
+        width = math.gcd(8, view.shape[-1], view.storage_offset(), *strides[:-1])
+        planes = view.as_strided((self.layer_num, *view.shape), strides).view(INTEGERS[width])
+        most = max(1, STAGED // max(1, count * view.shape[-1]))  # a chunk may be empty
+        for first in range(0, self.layer_num, most):
+            yield first, planes[first : first + most]
 
 
 def without_sink(slots: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pm_ops
-from pm_ops import PageLayout, PagePool
+from pm_ops import PageLayout
 
 from .pages import Paged, without_sink
 
@@ -60,13 +60,9 @@ def pool_class(base: type, layout: str) -> type:
             self.data_strides = torch.tensor(strides, dtype=torch.int64, device=self.device)
             self._kv_buffer_descs = self._build_kv_buffer_descs()
 
-        def _layout(self, page_size: int) -> PageLayout:
-            make = FORMATS[self.pm_ops_layout]
-            return make(self.layer_num, self.head_num, self.head_dim, page_size, self.dtype, value_dim=self.v_head_dim)
-
-        def _store_rows(self, pool: PagePool, layer: int, parts: list[Tensor], slots: Tensor) -> None:
-            key, value = parts
-            pm_ops.store_kv(pool, layer, key, value, slots)
+        def _layout(self) -> PageLayout:
+            make, heads = FORMATS[self.pm_ops_layout], (self.head_num, self.head_dim)
+            return make(self.layer_num, *heads, self.page_size, self.dtype, value_dim=self.v_head_dim)
 
         def _build_kv_buffer_descs(self) -> list[Any]:
             if self.page_pool is None:

@@ -15,8 +15,10 @@ import torch
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pm_ops import PagePool
+from pm_ops.adapters.sglang import pages
 from pm_ops.adapters.sglang.pool import FORMATS, pool_class
 from pm_ops.ops._common import bits
 from pm_ops.testing import fill_random
@@ -224,9 +226,10 @@ def test_rows_may_be_slices_of_one_projection_and_must_have_the_pools_heads(layo
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(4))
-def test_copies_to_the_cpu_come_back_to_other_slots(seed: int, layout: str) -> None:
+def test_copies_to_the_cpu_come_back_to_other_slots(seed: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the form of SGLang's pool of its own; chunks may be cut otherwise on the way, as its SWA pool does."""
     shape = shapes(seed)
+    monkeypatch.setattr(pages, "STAGED", (pages.STAGED, 1, 300, 1000)[seed])
     if seed == 3:
         shape["dtype"] = torch.float8_e4m3fn
     stock, mine = MHATokenToKVPool(**shape), ours(layout, shape)
@@ -239,7 +242,7 @@ def test_copies_to_the_cpu_come_back_to_other_slots(seed: int, layout: str) -> N
     saved = mine.get_cpu_copy(source)
     assert [[len(chunk) for chunk in layer] for layer in saved] == [[2]] * shape["layer_num"]
     assert saved[0][0][0].dtype == mine.store_dtype
-    cut = [[[part[:1] for part in chunks[0]], [part[1:] for part in chunks[0]]] for chunks in saved]
+    cut = [[[part[i:j] for part in chunks[0]] for i, j in ((0, 1), (1, 1), (1, 3))] for chunks in saved]
     mine.load_cpu_copy(cut, target)
     for (layer, kind), old in before.items():
         expected = old.clone()
@@ -256,9 +259,69 @@ def test_copies_to_the_cpu_come_back_to_other_slots(seed: int, layout: str) -> N
     mine.load_cpu_copy(saved, target)
     stock.load_cpu_copy(runs, target)
     assert torch.equal(at(stock, layers[-1], "key", target), at(mine, layers[-1], "key", target))
-    with pytest.raises(ValueError, match=r"\[1, 1\] for 3 slots"):
+    with pytest.raises(ValueError, match=r"key rows of layer 0 are in chunks of \[1\] for 3 slots"):
         mine.load_cpu_copy([chunks[:1] for chunks in cut], target)
     assert mine.get_cpu_copy(source[:0]) == [[]] * shape["layer_num"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [3, 8])
+def test_copies_are_the_callers_and_one_launch_gathers_or_spreads_a_kind(layout: str, head_dim: int) -> None:
+    """Contiguous, apart from the pool and from one another; rows of 6 bytes too, which have no wider elements."""
+    shape = {**shapes(0), "dtype": torch.float16, "head_num": 1, "head_dim": head_dim, "v_head_dim": 8, "layer_num": 4}
+    mine = ours(layout, {**shape, "page_size": 4, "size": 24})
+    source, target = torch.tensor([5, 20, 6, 23]), torch.tensor([9, 8, 27, 14], dtype=torch.int32)
+    with Calls() as reads:
+        saved = mine.get_cpu_copy(source)
+    assert reads.seen.count("index") == 2, reads.seen
+    kept = [[part.clone() for part in chunks[0]] for chunks in saved]
+    again = mine.get_cpu_copy(source)
+    with Calls() as writes:
+        mine.load_cpu_copy(saved, target)
+    assert writes.seen.count("index_put_") == 2, writes.seen
+    fill_random(mine.page_pool.buffer, 2)
+    for part in (part for chunks in again for part in chunks[0]):
+        part.fill_(7)
+    for chunks, expected in zip(saved, kept, strict=True):
+        assert all(part.is_contiguous() for part in chunks[0])
+        assert all(torch.equal(bits(part), bits(old)) for part, old in zip(chunks[0], expected, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    """Notes the names of torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_that_do_not_fit_are_refused_before_a_byte_is_written(layout: str) -> None:
+    shape = {**shapes(1), "dtype": torch.float16, "v_head_dim": None, "layer_num": 2}
+    mine = ours(layout, shape)
+    slots = some_slots(shape, 4)
+    saved, before = mine.get_cpu_copy(slots), mine.page_pool.buffer.clone()
+    (first,), (last,) = saved
+    halves = [[part[:2] for part in last], [part[2:] for part in last]]
+    wide = torch.zeros(4, shape["head_num"], shape["head_dim"] + 1, dtype=torch.float16)
+    for rows, problem in (
+        (saved[:1], "rows of 1 layers for a pool of 2"),
+        ([[first], halves], r"key rows of layer 1 are in chunks of \[2, 2\] for 4 slots; .* \[4\]"),
+        ([[first], [[last[0], last[1][:3]]]], r"value rows of layer 1 are in chunks of \[3\]"),
+        ([[first], [[last[0], wide]]], "value rows of layer 1 are .* can load its like alone"),
+        ([[first], [[last[0].bfloat16(), last[1]]]], "key rows of layer 1 are .* of torch.bfloat16, but"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            mine.load_cpu_copy(rows, slots)
+    limit = shape["size"] + shape["page_size"]
+    for call in (mine.get_cpu_copy, lambda slots: mine.load_cpu_copy(saved, slots)):
+        with pytest.raises(ValueError, match=rf"slots \[{limit}, -1\] of a pool of {limit}"):
+            call(torch.tensor([1, limit, -1, 2]))
+    assert torch.equal(mine.page_pool.buffer, before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
