@@ -140,6 +140,10 @@ def test_where_states_and_filters_are_no_words_conv_update_is_element_by_element
         conv_update(3, **HALVES | {"dim": 20}),
         conv_update(3, **HALVES | {"state_dtype": F32}),
     ]
+    # gaps between channels; pages that begin elsewhere than at multiples of 16 bytes
+    for plane in ([16, 208, 0, 8, 5], [16, 152, 0, 6, 5], [16, 146, 0, 6, 5]):
+        others.append(replace(whole, buffer=whole.buffer.clone(), state_plane=plane))
+        states_of(others[-1]).copy_(states_of(whole))
     for case in (whole, *others):
         check(case, "cpu")
     assert words == [True, *[False] * len(others)]
