@@ -58,6 +58,8 @@ def examine() -> dict[str, Any]:
     notes.append(f"KV connectors: {', '.join(connectors.usable()) or 'none'}; {others}")
     if (generation, device) in hooks.NEVER_RUN:
         notes.append("never run: the adapter is written after vLLM's sources here")
+    if packed:
+        notes.append("never run on a GPU here: models with state layers, PageStoreConnector")
     return {"found": found, "usable": True, "notes": notes}
 
 

@@ -6,7 +6,8 @@ DeepSeek V4: :func:`pack` turns the one plan into the other, with as many blocks
 
 DeepSeek V4 has no state layers, so the runners take no notice of packed blocks where they view states and where they
 zero the blocks that attention layers get: :func:`place_states` and :class:`BlockZeroer` do that instead. vLLM's kernels
-for states take the stride of blocks from the views, and all but Mamba-1's scan address them by 64 bits.
+for states take the stride of blocks from the views, and its Triton kernels address them by 64 bits; Mamba-1's scan does
+not.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from pm_ops import PageLayout, PagePool, PageStore
 
+from . import hooks
 from .config import Settings
 from .layout import bytes_of_page, page_pools
 from .tracking import Tracked, filled, hit_source, settings_of
@@ -107,6 +108,8 @@ class PageStoreConnector(KVConnectorBase_V1):
                 f"PageStoreConnector: max_bytes={max_bytes}, and one block of {self.page_size} tokens is {block_bytes} "
                 "bytes; raise max_bytes"
             )
+        if hooks.generation() == hooks.PACKED:
+            logger.warning("pm_ops: PageStoreConnector has never run in this generation of vLLM")
         self.store = PageStore(folder, max_bytes, model=model)
         self.tracked: dict[str, Prompt] = {}
         self.loads: list[tuple[int, Tensor]] = []

@@ -34,6 +34,7 @@ class PageMajorGPUWorker(PageMajorWorker, Worker):
         super().allocate_cache(packed)
         place_states(packed, self.vllm_config.compilation_config.static_forward_context)
         if packed.needs_kv_cache_zeroing:
+            logger.warning("pm_ops: models with state layers have never run in this generation of vLLM on CUDA")
             replace_zeroer(self.model_runner, self.page_pools()[0])
 
     def compile_or_warm_up_model(self) -> Any:

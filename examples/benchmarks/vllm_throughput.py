@@ -272,6 +272,10 @@ def run(engines: list[Engine], options: argparse.Namespace) -> None:
             print(json.dumps(report["tokens"], indent=1), flush=True)
         else:
             able = [engine for engine in engines if fits(engine.name, workload, options)]
+            if left_out := [engine.name for engine in engines if engine not in able]:
+                print(f"{workload}: the caches of {', '.join(left_out)} are too small", flush=True)
+            if not able:
+                continue
             for engine in able:
                 engine.run(min(shape[0], 2), shape[1], 4, prefix=99)  # what is compiled at the first call
             results = report["workloads"][workload] = measure(able, shape, repetitions or options.repetitions)

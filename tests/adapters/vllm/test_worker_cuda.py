@@ -36,6 +36,8 @@ def test_flash_attention_3_is_looked_for_where_it_was_asked_for(loads: list[str]
 @pytest.mark.parametrize("zeroing", [False, True])
 def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
+    warned: list[str] = []
+    monkeypatch.setattr(worker_cuda.logger, "warning", warned.append)
     packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing)
     monkeypatch.setattr(worker_cuda, "pack", lambda config: (done.append(("pack", config)), packed)[1])
     monkeypatch.setattr(worker_cuda, "place_states", lambda *call: done.append(("place", *call)))
@@ -53,6 +55,7 @@ def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatc
     worker.allocate_cache("the plan")
     steps = [("pack", "the plan"), ("vLLM's", packed), ("place", packed, {"a": 1}), ("zero", "a runner", "a pool")]
     assert done == (steps if zeroing else steps[:3])
+    assert [("state layers have never run" in text) for text in warned] == [True] * zeroing
 
 
 def test_our_kernels_are_compiled_before_vllm_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
