@@ -412,9 +412,10 @@ def compile_variants() -> None:
 
     compile_for = triton.compile
 
-    def compile_checked(source: Any, target: Any, options: dict[str, Any]) -> None:
+    def compile_checked(source: Any, target: Any, options: dict[str, Any]) -> Any:
         compiled = compile_for(source, target=target, options=options)
         assert ".f32" in compiled.asm["ptx"] and "fma.rn.f32" not in compiled.asm["ptx"]
+        return compiled
 
     triton.compile = compile_checked
     seen = instead_of_launching(compile_kernels=True)
