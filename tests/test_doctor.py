@@ -90,5 +90,7 @@ def test_an_engine_without_the_hooks_is_told_what_it_lacks(fake_vllm: Path, caps
     assert status == 1 and not findings["vllm"].usable
     notes = findings["vllm"].notes
     lacking = [note for note in notes if "vLLM 0.32 or newer, or on a GPU 0.26 has it" in note]
-    assert len(lacking) == 10 and any("vllm.v1.attention.backends.registry.register_backend" in note for note in lacking)
+    assert len(lacking) == 10 and any(
+        "vllm.v1.attention.backends.registry.register_backend" in note for note in lacking
+    )
     assert "vLLM runs on cpu: supported is cuda" in notes, "without layouts, on a GPU alone"
