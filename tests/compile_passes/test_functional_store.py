@@ -119,6 +119,14 @@ def test_layers_of_buffers_of_their_own_are_told_apart() -> None:
     assert stores == [ROPE_STORE] * LAYERS and len(rope.report.fused) == LAYERS
 
 
+def test_stores_to_one_layer_are_told_apart() -> None:
+    pool = pool_of(1)
+    rope, stores = run([pool, pool])
+    assert stores == [ROPE_STORE] * 2
+    first, second = rope.report.fused
+    assert second == f"{first}, store 2"
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_store_that_cannot_be_fused_stays(version: int) -> None:
     rope, stores = run([pool_of()], change=lambda k: k + 1, version=version)
