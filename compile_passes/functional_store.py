@@ -6,8 +6,10 @@
     new = out[1]                                                          →
     out, _ = attention(new, q, ...)                                            out, _ = attention(new, q, ...)
 
-The functional store stands in front of the first that reads what it has written: Inductor puts the query's rotation
-behind a store that does not need it. :func:`wrap` makes operators that write in place of it, or of what it became.
+The functional store stands in front of the first that reads what it has written, so that it is behind the query's
+rotation, which Inductor puts behind a store that does not need it; but not behind what writes, as graphs end in writes
+to their inputs, of which rows and slots may be some. :func:`wrap` makes operators that write in place of it, or of what
+it became.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import pm_ops.ops.rope
 import pm_ops.ops.store  # noqa: F401
 
 from .emit import Emitter
-from .internals import WRAPPERS, auto_functionalized_v2, unwrapped
+from .internals import WRAPPERS, auto_functionalized_v2, has_effect, unwrapped
 
 _LIBRARY = torch.library.Library("pm_ops_trace", "FRAGMENT")
 
@@ -53,12 +55,14 @@ def _rope_store_fake(buffer: Tensor, *given: Any, **named: Any) -> tuple[Tensor,
 def unwrap(emit: Emitter, graph: Graph) -> None:
     """Put a functional store in the place of every wrapped one."""
     order = {n: i for i, n in enumerate(graph.nodes)}
+    effects = [n for n in graph.nodes if has_effect(n)]
     for n in [n for n in graph.nodes if n.target in WRAPPERS and n.args[0] is IN_PLACE[STORE]]:
         given = _arguments(n)
         readers = [reader for result in n.users for reader in result.users]
         if given is None or not readers:
             continue
-        with emit.before(min(readers, key=order.__getitem__)):
+        first = next(effect for effect in effects if order[effect] > order[n])  # the graph's output at the latest
+        with emit.before(min(first, *readers, key=order.__getitem__)):
             new = emit.call(STORE, *(given[a.name] for a in STORE._schema.arguments))
         new.meta["stack_trace"] = n.meta.get("stack_trace")
         for result in list(n.users):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,9 +161,11 @@ class RopeStorePass(CustomGraphPass):
         stores = [n for n in graph.nodes if n.target in FUSED_STORES]
         unwrapped = unwrap(emitter, graph)
         _refresh(graph, fakes)
-        planner, unfused, plans = Planner(graph), {}, []
+        planner, unfused, plans, times = Planner(graph), {}, [], Counter[str]()
         for store in stores:
             layer = FUSED_STORES[store.target].layer(store)
+            times[layer] += 1
+            layer += f", store {times[layer]}" if times[layer] > 1 else ""
             try:
                 plan = planner.plan(store, FUSED_STORES[store.target].fused)
             except Unfused as reason:

@@ -24,7 +24,7 @@ import pm_ops
 
 from .config import HOW, Settings
 from .pool import MARK, pools_of
-from .tree import Tree, attend, pages_of, tree_of, visible_of
+from .tree import Tree, attend, pages_of, refuse_window, tree_of, visible_of
 
 
 @dataclass
@@ -71,9 +71,10 @@ class PageMajorAttnBackend(AttentionBackend):
         self.forward_metadata: Step | None = None
         self.drafts, self._verify_mask = 0, None
         if not model_runner.spec_algorithm.is_none():
-            _refuse_algorithm(model_runner.spec_algorithm, settings.impl)
+            verifies = not model_runner.is_draft_worker
+            _refuse_algorithm(model_runner.spec_algorithm, settings.impl, verifies)
             self.drafts = get_spec().speculative_num_draft_tokens
-            if not model_runner.is_draft_worker:
+            if verifies:
                 most, device = model_runner.req_to_token_pool.size, self.req_to_token.device
                 cells = torch.zeros(most * self.drafts**2, dtype=torch.bool, device=device)
                 self._verify_mask = VerifyMask(buffer=cells, mode=TreeMaskMode.QLEN_ONLY, max_bs=most)
@@ -162,6 +163,9 @@ class PageMajorAttnBackend(AttentionBackend):
         _refuse(layer, others)
         step = self.forward_metadata
         assert step is not None
+        window = 0 if layer.sliding_window_size is None else layer.sliding_window_size + 1  # with the query's own key
+        if step.tree is not None:
+            refuse_window(window, step.tree.visible.shape[2])
         scales = (1.0, 1.0)
         if self.scaled and layer.k_scale is not None:  # a checkpoint's scales are for fp8 caches alone
             scales = layer.k_scale_float, layer.v_scale_float
@@ -175,10 +179,9 @@ class PageMajorAttnBackend(AttentionBackend):
         table = step.page_table_window if in_window else step.page_table
         assert table is not None
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size  # without the query's own key
         options = {
             "softmax_scale": layer.scaling,
-            "window": window + 1,
+            "window": window,
             "softcap": layer.logit_cap or 0.0,
             "sinks": sinks,
             "key_scale": scales[0],
@@ -250,14 +253,14 @@ def put(kept: Tensor | None, now: Tensor | None) -> Tensor:
     return kept[: len(now)]
 
 
-def _refuse_algorithm(algorithm: Any, impl: str) -> None:
+def _refuse_algorithm(algorithm: Any, impl: str, verifies: bool) -> None:
     eagle = algorithm.is_eagle() and not algorithm.is_frozen_kv_mtp()
     if not (eagle or algorithm.is_standalone() or algorithm.is_ngram()):
         raise ValueError(
             f"pm_ops: its attention backend verifies drafts of EAGLE, EAGLE3, STANDALONE and NGRAM, not of "
             f"{algorithm.name}; choose one of these, or --attention-backend triton with layout token_major"
         )
-    if impl == "fa3" and (algorithm.is_ngram() or get_spec().speculative_eagle_topk != 1):
+    if verifies and impl == "fa3" and (algorithm.is_ngram() or get_spec().speculative_eagle_topk != 1):
         raise ValueError(f"pm_ops: FlashAttention 3 has no masks, which trees of drafts need; {HOW}, without impl fa3")
 
 

@@ -27,8 +27,9 @@ class PageMajorMultiStepDraft(AttentionBackend):
         self.attn_backends = [PageMajorAttnBackend(model_runner) for _ in range(num_steps - 1)]
         if self.attn_backends[0].windowed:
             raise ValueError(
-                "pm_ops: its attention backend serves draft models of full attention alone; choose "
-                "--speculative-draft-attention-backend triton with layout token_major"
+                "pm_ops: its attention backend serves draft models of full attention alone in more than one step; "
+                "choose --speculative-num-steps 1, or --speculative-draft-attention-backend triton with layout "
+                "token_major"
             )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

@@ -63,7 +63,8 @@ def latent_pool_class(base: type, layout: str) -> type:
                     f"pm_ops: a cache of {self.dtype} is not supported; choose --kv-cache-dtype auto, bfloat16, "
                     "fp8_e4m3 or fp8_e5m2"
                 )
-            self.page_pool = self._allocate()
+            # a model with sliding windows in every layer has an empty pool beside that of windows
+            self.page_pool = self._allocate() if self.layer_num else None
             self.kv_buffer = [self._rows(layer, "latent") for layer in range(self.layer_num)]
 
         def _layout(self) -> PageLayout:

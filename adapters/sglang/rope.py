@@ -33,6 +33,8 @@ class FuseRope(RopeStorePass):
 def add_pass(settings: Settings, pools: list[Any], compiled: bool) -> None:
     """Have Inductor run the pass in this process, behind one that is there; warn where it can do nothing.
 
+    One of an earlier call stays as it is, strict or not: settings are a process's, for all of its models.
+
     Raises:
         ValueError: that one has no ``uuid()``, which the key of compiled code needs.
     """

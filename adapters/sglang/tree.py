@@ -62,6 +62,15 @@ def visible_of(mask: Tensor, prefix: Tensor, drafts: int, page_size: int, whole:
     return (mask[cell.clamp(max=len(mask) - 1)].bool() & is_draft)[:, None]
 
 
+def refuse_window(window: int, drafts: int) -> None:
+    """Raise ValueError for a window, 0 for none, that :func:`attend` cannot cut in two."""
+    if 0 < window < 2 * drafts:
+        raise ValueError(
+            f"pm_ops: trees of {drafts} drafts are verified in windows of {2 * drafts} keys or more, this layer's has "
+            f"{window}; choose fewer --speculative-num-draft-tokens, or --attention-backend triton"
+        )
+
+
 def attend(
     pool: PagePool,
     layer: int,
@@ -80,12 +89,8 @@ def attend(
 
     A window counts drafts in their order, as SGLang's Triton backend has it, whatever their depth in the tree.
     """
-    drafts = len(query) // len(prefix)
-    if 0 < window < 2 * drafts:
-        raise ValueError(
-            f"pm_ops: trees of {drafts} drafts are verified in windows of {2 * drafts} keys or more, this layer's has "
-            f"{window}; choose fewer --speculative-num-draft-tokens, or --attention-backend triton"
-        )
+    drafts = tree.visible.shape[2]
+    refuse_window(window, drafts)
     options |= {"causal": False, "return_lse": True}
     # The operator counts from the prefix's last key, where the last draft is `drafts` keys behind.
     narrowed = window - drafts if window else 0

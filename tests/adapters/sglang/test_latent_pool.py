@@ -17,9 +17,11 @@ from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from pm_ops import PagePool
 from pm_ops.adapters.sglang.latent_pool import latent_pool_class
+from pm_ops.adapters.sglang.pool import pools_of
 from pm_ops.ops._common import bits
 from pm_ops.testing import fill_random
 
@@ -224,6 +226,51 @@ def test_rows_in_two_parts_are_written_and_read_as_such(layout: str, dtype: torc
         latent[0, 0, 0] = 1e6
         mine.set_mla_kv_buffer(at, slots, latent, rope)
         assert mine.get_mla_kv_buffer(at, slots, torch.float32)[0][0, 0, 0] == torch.finfo(dtype).max
+
+
+@pytest.mark.skipif(RELEASE != "0.5.23", reason="earlier releases have no latents in sliding windows")
+@pytest.mark.parametrize("windows", [[1], [0, 1]])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_of_sliding_windows_are_told_their_number_in_a_pool_of_their_own(
+    layout: str, windows: list[int]
+) -> None:
+    """By SGLang's pool of two, the other of which has no layers where all have windows."""
+    shape = {**shapes(3), "page_size": 4, "size": 32}
+    common = {key: shape[key] for key in ("page_size", "device", "enable_memory_saver")}
+    common |= {key: shape[key] for key in ("kv_lora_rank", "qk_rope_head_dim")}
+    both = [
+        SWAKVPool(
+            size=32,
+            size_swa=24,
+            page_size=4,
+            dtype=shape["dtype"],
+            head_num=0,
+            head_dim=0,
+            device="cpu",
+            swa_attention_layer_ids=windows,
+            full_attention_layer_ids=[i for i in (0, 1) if i not in windows],
+            full_kv_pool_class=kind,
+            swa_kv_pool_class=kind,
+            full_kv_pool_kwargs=common,
+            swa_kv_pool_kwargs=common,
+        )
+        for kind in (MLATokenToKVPool, latent_pool_class(MLATokenToKVPool, layout))
+    ]
+    torch.manual_seed(3)
+    for index in (1, 0):
+        location = KVWriteLoc(torch.tensor([9, 22, 31]), torch.tensor([5, 18, 27]))
+        latent, rope = rows(shape, 3)
+        for pool in both:
+            pool.set_kv_buffer(SimpleNamespace(layer_id=index), location, torch.cat([latent, rope], -1), None)
+        location = KVWriteLoc(torch.tensor([10, 11]), torch.tensor([6, 7]))
+        latent, rope = rows(shape, 2)
+        both[0].set_kv_buffer(SimpleNamespace(layer_id=index), location, torch.cat([latent, rope], -1), None)
+        both[1].set_mla_kv_buffer(SimpleNamespace(layer_id=index), location, latent, rope)
+    for stock, mine in zip(*map(pools_of, both), strict=True):
+        assert (mine.page_pool is None) == (stock.layer_num == 0) and stock.layer_num == len(mine.kv_buffer)
+        assert mine.page_pool is not None or mine.get_kv_size_bytes() == stock.get_kv_size_bytes() == 0
+        for layer in range(stock.layer_num):
+            assert torch.equal(rows_of(stock, layer), rows_of(mine, layer))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -297,6 +297,10 @@ def test_draft_models_are_served_where_they_are_given_to_it(
         assert len(factory.create_decode_backend().attn_backends) == 2
         factory.speculative_num_steps = 1
         assert factory.create_decode_backend() is None
+        windowed = Runner("token_major", torch.float32, Batch([3], [1]), windowed=True, spec=runner.spec_algorithm)
+        factory.draft_model_runner = SimpleNamespace(**{**vars(runner), **vars(windowed), "is_draft_worker": True})
+        assert factory.create_decode_backend() is None
+        assert not rows or factory.create_draft_extend_backend().windowed
 
 
 @pytest.mark.parametrize("value", ["yes", '{"layout": "BLNHC"}', '{"colour": 1}'])

@@ -20,6 +20,7 @@ from sglang.kernels.ops.speculative.cache_locs import generate_draft_decode_kv_i
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import eagle_utils, eagle_worker_common
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
@@ -86,20 +87,25 @@ def eagle(backend: PageMajorAttnBackend, topk: int = TOPK) -> EagleVerifyInput:
 
 
 def ngram(backend: PageMajorAttnBackend) -> NgramVerifyInput:
-    """A random tree of any shape; its mask covers the prefix, as SGLang's worker makes it on a GPU."""
-    masks = []
+    """A random tree of any shape; its mask covers the prefix where SGLang's worker makes it so, as on a GPU."""
+    masks, whole = [], has_prefix()
     for length in PREFIX:
         tree = torch.eye(DRAFTS, dtype=torch.bool)
         for node in range(1, DRAFTS):
             tree[node] |= tree[torch.randint(node, ())]
-        masks.append(torch.cat((torch.ones(DRAFTS, length, dtype=torch.bool), tree), dim=1).flatten())
+        prefix = torch.ones(DRAFTS, length if whole else 0, dtype=torch.bool)
+        masks.append(torch.cat((prefix, tree), dim=1).flatten())
     return NgramVerifyInput(custom_mask=torch.cat(masks), draft_token_num=DRAFTS)
+
+
+def has_prefix() -> bool:
+    return backend_module.default_tree_mask_mode() == TreeMaskMode.FULL_MASK
 
 
 def seen(spec: Any) -> Tensor:
     """Who sees whom as a bias over all keys ``[sequences, 1, drafts, keys]``, read off SGLang's mask row by row."""
     bias, at = torch.zeros(len(PREFIX), 1, DRAFTS, CONTEXT, dtype=torch.bool), 0
-    whole = isinstance(spec, NgramVerifyInput)
+    whole = isinstance(spec, NgramVerifyInput) and has_prefix()
     for b, length in enumerate(PREFIX):
         for draft in range(DRAFTS):
             bias[b, 0, draft, :length] = True
@@ -123,8 +129,10 @@ MAKERS: dict[str, tuple[SpeculativeAlgorithm, Callable[..., Any]]] = {"eagle": (
 
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("made", MAKERS)
-def test_a_tree_is_verified(made: str, case: str, layout: str) -> None:
+@pytest.mark.parametrize(("made", "mode"), [("eagle", "FULL_MASK"), ("ngram", "FULL_MASK"), ("ngram", "QLEN_ONLY")])
+def test_a_tree_is_verified(made: str, mode: str, case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the mask that SGLang makes; where its mode is QLEN_ONLY, as on a CPU, NGRAM's has drafts alone, too."""
+    monkeypatch.setattr(backend_module, "default_tree_mask_mode", lambda: TreeMaskMode[mode])
     dtype = torch.float16 if case == "mha" else torch.float32
     options = {"heads": 4, "softcap": 0.0, "window": 0, "sinks": False, **CASES[case]}
     algorithm, make = MAKERS[made]
@@ -166,8 +174,10 @@ def test_a_tree_is_verified_in_layers_of_sliding_windows(made: str) -> None:
         runner.pools[1], 0, page_table(runner, mapping), VERIFY, query, causal=False, bias=seen(spec), window=window
     )
     close(out, wanted, torch.float32)
+    before = runner.pools[1].page_pool.buffer.clone()
     with pytest.raises(ValueError, match="trees of 6 drafts are verified in windows of 12 keys or more, .* has 11; "):
-        backend.forward(query, key, value, layer(1, 4, window=11), forward)
+        backend.forward(query, key + 1, value, layer(1, 4, window=11), forward)
+    assert torch.equal(runner.pools[1].page_pool.buffer, before)
 
 
 def test_a_chain_is_verified_as_the_causal_extension_that_it_is() -> None:
@@ -233,6 +243,7 @@ def test_a_padded_replay_verifies_the_real_sequences(made: str) -> None:
     lengths, free = torch.tensor([*PREFIX, 1, 1]), next(row for row in range(5) if row not in runner.rows)
     requests = torch.cat((runner.rows, torch.tensor([free, free])))  # a row of zeros
     padded = verify_batch(runner, spec, batch_size=5, seq_lens=lengths, seq_lens_cpu=lengths, req_pool_indices=requests)
+    backend.graph.slots_window.fill_(PAGE)  # where an earlier step of more sequences wrote
     backend.init_forward_metadata_out_graph(padded)
     windows = runner.pools[1].page_pool
     before = windows.pages.clone()
@@ -273,10 +284,11 @@ def test_a_mask_covers_the_pages_of_its_drafts(page_size: int) -> None:
             assert torch.equal(found[b, :, n : n + drafts], tree[b]) and found[b].sum() == tree[b].sum()
 
 
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
-def test_rows_of_accepted_drafts_are_an_extension(captured: bool) -> None:
+def test_rows_of_accepted_drafts_are_an_extension(captured: bool, windowed: bool) -> None:
     """Of the draft model, as many for each sequence as the tree had, from one past the prefix on; graphs pad them."""
-    runner = Runner("page_major", torch.float32, VERIFY, spec=EAGLE)
+    runner = Runner("page_major", torch.float32, VERIFY, windowed=windowed, spec=EAGLE)
     runner.is_draft_worker = True
     backend = PageMajorAttnBackend(runner)
     fill(runner, 1, torch.float32)
@@ -292,9 +304,11 @@ def test_rows_of_accepted_drafts_are_an_extension(captured: bool) -> None:
         forward.out_cache_loc = torch.cat((forward.out_cache_loc, torch.zeros(DRAFTS, dtype=torch.int64)))
     else:
         backend.init_forward_metadata(forward)
-    out = backend.forward(query, key, value, layer(1, 4), forward)[: len(PREFIX) * DRAFTS]
-    wanted = expected(runner.pools[0], 1, page_table(runner), VERIFY, query[: len(PREFIX) * DRAFTS])
-    close(out, wanted, torch.float32)
+    window = 5 if windowed else 0
+    out = backend.forward(query, key, value, layer(1, 4, window=window), forward)[: len(PREFIX) * DRAFTS]
+    table = page_table(runner, runner.token_to_kv_pool.full_to_swa_index_mapping if windowed else None)
+    index, query = 0 if windowed else 1, query[: len(PREFIX) * DRAFTS]
+    close(out, expected(runner.pools[-1], index, table, VERIFY, query, window=window), torch.float32)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -366,18 +380,21 @@ def listed_slots(runner: Runner, lengths: Tensor, topk: int, page_size: int) -> 
 
 
 def test_trees_are_not_given_to_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no masks. A chain needs none."""
+    """It has no masks. A chain needs none, and no draft model."""
     monkeypatch.setenv("PM_OPS", '{"impl": "fa3"}')
     for algorithm in (EAGLE, NGRAM):
         with pytest.raises(ValueError, match="3 has no masks, which trees of drafts need; .* without impl"):
             PageMajorAttnBackend(Runner("token_major", torch.float32, VERIFY, spec=algorithm))
+    drafting = Runner("token_major", torch.float32, VERIFY, spec=EAGLE)
+    drafting.is_draft_worker = True
+    assert PageMajorAttnBackend(drafting).impl == "fa3"
     chain = SimpleNamespace(speculative_num_draft_tokens=STEPS + 1, speculative_eagle_topk=1)
     monkeypatch.setattr(backend_module, "get_spec", lambda: chain)
     assert PageMajorAttnBackend(Runner("token_major", torch.float32, VERIFY, spec=EAGLE)).impl == "fa3"
 
 
-def test_draft_models_with_pools_of_windows_are_refused() -> None:
+def test_draft_models_with_pools_of_windows_are_refused_in_more_than_one_step() -> None:
     runner = Runner("token_major", torch.float32, VERIFY, windowed=True, spec=EAGLE)
     runner.is_draft_worker = True
-    with pytest.raises(ValueError, match="of full attention alone; choose --speculative-draft-attention-backend"):
+    with pytest.raises(ValueError, match="of full attention alone in more than one step; choose --speculative-num"):
         PageMajorMultiStepDraft(runner, TOPK, STEPS)
