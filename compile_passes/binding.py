@@ -146,14 +146,16 @@ def bind(
             hybrid model's attention pages and state pages are the kinds of a HybridPool, whose layers are numbered as
             in the model.
         cache: a transformers StaticCache after ``early_initialization``, instead of all of the following. The states
-            of its linear layers are the planes ``"conv"`` and ``"ssm"``; those not made yet are made, as zeros.
+            of its linear layers are the planes ``"conv"`` and ``"ssm"``; those not made yet are made, as zeros of the
+            plane's dtype, so give that the dtype which the model keeps them in.
         keys, values: the layers' caches in the order of the layout's layers; a stacked cache by its views, such as
             ``keys=kv[0], values=kv[1]``. Forms: ``[slots, heads, head_dim]`` or ``[pages, page_size, heads,
             head_dim]``, addressed by physical slot, which take every page of the pool; ``[batch, heads, seq,
             head_dim]`` or ``[batch, seq, heads, head_dim]``, whose pages come from ``pool.allocator``.
         states: by kind of plane, such as ``"conv"`` and ``"ssm"``, the recurrent states of the layers that have it, in
             order: ``[batch, *shape]``, a sequence's states in a page from ``pool.allocator``, or ``[num_pages,
-            *shape]``, addressed by page, which take every page of the pool.
+            *shape]``, addressed by page, which take every page of the pool. Without attention caches beside them,
+            states of as many sequences as the pool has pages are taken as addressed by page.
         dims: which form it is, ``"SHD"``, ``"PSHD"``, ``"BHSD"`` or ``"BSHD"``; needed only where a shape fits two.
 
     From then on compile the model with this binding's backend only; code that another backend compiled raises an

@@ -34,6 +34,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
+from torch.utils._pytree import tree_leaves
 
 DataDependent = GuardOnDataDependentSymNode
 without_facades = torch._C.DisableTorchFunctionSubclass
@@ -265,14 +266,21 @@ def asks_metadata(target: Any) -> bool:
 
 
 def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to; all of them where there is no schema to tell."""
+    """What an operator writes to, lists and dicts of arguments taken apart; all arguments where nothing tells."""
     if not is_operator(target):
-        return [*args, *kwargs.values()] if is_mutable(target) else []
+        return tree_leaves((args, kwargs)) if is_mutable(target) and not _in_subgraphs_that_read(args) else []
     found = []
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
+    return tree_leaves(found)
+
+
+def _in_subgraphs_that_read(args: Sequence[Any]) -> bool:
+    """Is a higher-order operator all done by graphs, such as the branches of ``cond``, that write to nothing?"""
+    graphs = [m for a in args if isinstance(a, GraphModule) for m in a.modules() if isinstance(m, GraphModule)]
+    calls = [n for m in graphs for n in m.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    return bool(graphs) and all(n.op == "call_function" and not is_mutable(n.target) for n in calls)
 
 
 def is_pointwise(target: Any) -> bool:

@@ -159,7 +159,7 @@ class Rewriter(Interpreter):
 
     def fallback(self, n: Node, reason: str) -> Any:
         """Run a node on dense copies of the caches it reads, if that was asked for; raise RewriteError if not."""
-        if any(self.on_cache(x) for x in written(n.target, *self.fetch_args_kwargs_from_env(n))):
+        if any(map(self.on_cache, written(n.target, *self.fetch_args_kwargs_from_env(n)))):
             raise RewriteError(f"{n.target} may write to a bound cache, and has no exact counterpart on pages")
         shadows = (self.env[m] for m in n.all_input_nodes if m in self._shadows)
         if not self._materialize and not all(self.on_cache(x) and self._state(x) for x in shadows):
@@ -184,6 +184,8 @@ class Rewriter(Interpreter):
     def _call(self, n: Node) -> Any:
         args: Any = torch.fx.map_arg(n.args, self._dense)
         kwargs: Any = torch.fx.map_arg(n.kwargs, self._dense)
+        if is_mutable(n.target):
+            self.pages.before_mutation()
         return self.call_function(n.target, args, kwargs)
 
     def store(self, selection: Selection, value: Tensor) -> None:

@@ -49,7 +49,8 @@ def states_of(cache: Any, pools: Sequence[PagePool], batch: int | None) -> Itera
     they are taken away again.
 
     Raises:
-        ValueError: cache and layout disagree about which layers have states, or nothing tells their batch.
+        ValueError: cache and layout disagree about which layers have states, nothing tells their batch, or a layer
+            records past states.
     """
     made: list[tuple[Any, str]] = []
     try:
@@ -75,6 +76,11 @@ def _states(
                     "transformers 5.17 does; pass keys=, values= and states="
                 )
             if i in planes:
+                if getattr(layer, "record_past", False):
+                    raise ValueError(
+                        f"layer {i} records past states (activate_past_recording, as assisted generation calls it): "
+                        "every step would put a new tensor in the place of a bound one; bind a cache that records none"
+                    )
                 if own and own[0] is None:
                     _make(layer, i, name, planes[i].layout.plane(i, kind), batch, planes[i].device)
                     made.append((layer, name))

@@ -246,8 +246,7 @@ def _written(n: Node) -> list[Node]:
     if n.op != "call_function" or not is_mutable(n.target):
         return []
     found = written(n.target, n.args, n.kwargs) if is_operator(n.target) else n.all_input_nodes
-    nodes = [m for arg in found for m in (arg if isinstance(arg, list | tuple) else [arg])]
-    return [m for m in nodes if isinstance(m, Node) and isinstance(m.meta.get("val"), Tensor)]
+    return [m for m in found if isinstance(m, Node) and isinstance(m.meta.get("val"), Tensor)]
 
 
 def _is_number(a: Any) -> bool:

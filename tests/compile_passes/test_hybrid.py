@@ -223,7 +223,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     model = FAMILIES["qwen3_next"](transformers, [STATES, ATTENTION])
     seen = make_cache(transformers, model)
     greedy(model, seen, torch.randint(1, 96, (BATCH, 3)), 1)
-    pool, fresh = make_pool(seen, 24), make_cache(transformers, model)
+    pool, fresh, recording = make_pool(seen, 24), *(make_cache(transformers, model) for _ in range(2))
+    recording.layers[0].activate_past_recording()
     attention, state = pool["attention"].layout, pool["state"].layout
     keys, values, states = [seen.layers[1].keys], [seen.layers[1].values], states_of(seen)
     small = pm_ops.HybridPool({"attention": attention, "state": state}, 7)
@@ -234,6 +235,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     every = {kind: [torch.zeros(24, *t.shape[1:]) for t in given] for kind, given in states.items()}
     refused = [
         (pool, dict(cache=fresh, states=states), "takes a cache object, or keys=, values= and states=, not both"),
+        (pool, dict(cache=recording), r"layer 0 records past states \(activate_past_recording.*bind a cache that"),
         (small, dict(cache=fresh), "caches of 2 x 40 tokens and states of 2 sequences need 8 pages, the pool has 7"),
         (swapped, dict(cache=fresh), "plane 'conv' of layer 1, but that layer is a StaticLayer without states; number"),
         (stateless, dict(cache=seen), "layer 0 keeps conv states, and the pool has no plane 'conv' of that layer"),
