@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,18 @@ def sglang_scheduler(*args: Any, **kwargs: Any) -> None:
 
     loader.initialize_dummy_weights = draw_weights
     run_scheduler_process(*args, **kwargs)
+
+
+def workload_of(known: Iterable[str]) -> Callable[[str], tuple[str, int]]:
+    """A type of argparse: ``NAME``, one of these, or ``NAME=REPETITIONS``; 0 repetitions: as many as of all."""
+
+    def parse(text: str) -> tuple[str, int]:
+        name, _, repetitions = text.partition("=")
+        if name not in known or not (repetitions or "1").isdigit():
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}, nor one of them with =3")
+        return name, int(repetitions or 0)
+
+    return parse
 
 
 def prompts_of(count: int, length: int, prefix: int) -> list[list[int]]:

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _engines import Process, agreement, model_folder, prompts_of, sglang_scheduler
+from _engines import Process, agreement, model_folder, prompts_of, sglang_scheduler, workload_of
 
 LAYOUTS = ("token_major", "page_major")
 """Engines that are pm_ops'."""
@@ -226,14 +226,6 @@ def table(workload: str, shape: Workload, runs: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def workload_of(text: str) -> tuple[str, int]:
-    """``NAME`` or ``NAME=REPETITIONS``; 0 repetitions: as many as of all."""
-    name, _, repetitions = text.partition("=")
-    if name not in WORKLOADS or not (repetitions or "1").isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(WORKLOADS)}, nor one of them with =3")
-    return name, int(repetitions or 0)
-
-
 def device() -> str:
     """The GPU's name and driver, asked for without using it."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -250,7 +242,7 @@ def main() -> None:
     parser.add_argument(
         "--workloads",
         nargs="+",
-        type=workload_of,
+        type=workload_of(WORKLOADS),
         default=[("tokens", 0), ("64 x 1024", 0)],
         help=f"any of {', '.join(WORKLOADS)}; NAME=3: with 3 repetitions (default: tokens, 64 x 1024)",
     )

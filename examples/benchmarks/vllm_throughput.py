@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from _engines import Process, agreement, model_folder, prompts_of, real_weights
+from _engines import Process, agreement, model_folder, prompts_of, real_weights, workload_of
 
 WORKLOADS = {
     "tokens": (64, 1024, 128),
@@ -212,21 +212,13 @@ def table(results: dict[str, Any], first: str) -> str:
     return "\n".join(lines)
 
 
-def workload_of(text: str) -> tuple[str, int]:
-    """``NAME`` or ``NAME=REPETITIONS``; 0 repetitions: as many as of all."""
-    name, _, repetitions = text.partition("=")
-    if name not in WORKLOADS or not (repetitions or "1").isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(WORKLOADS)}, nor one of them with =3")
-    return name, int(repetitions or 0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["FLASH_ATTN", "pm_ops"], help="(default: %(default)s)")
     parser.add_argument(
         "--workloads",
         nargs="+",
-        type=workload_of,
+        type=workload_of(WORKLOADS),
         default=[("tokens", 0), ("64 x 1024", 0)],
         help=f"any of {', '.join(WORKLOADS)}; NAME=3: with 3 repetitions (default: tokens, 64 x 1024)",
     )

@@ -58,5 +58,6 @@ def test_engines_take_turns_and_the_table_has_their_ratios() -> None:
 @pytest.mark.parametrize("text", ["64 x 1023", "tokens=some", "batch 1=-1", ""])
 def test_a_workload_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is none of tokens, 64 x 1024"):
-        bench.workload_of(text)
-    assert bench.workload_of("batch 1") == ("batch 1", 0) and bench.workload_of("48 x 16384=1") == ("48 x 16384", 1)
+        bench.workload_of(bench.WORKLOADS)(text)
+    parse = bench.workload_of(bench.WORKLOADS)
+    assert parse("batch 1") == ("batch 1", 0) and parse("48 x 16384=1") == ("48 x 16384", 1)
