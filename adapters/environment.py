@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 VARIABLE = "PM_OPS"
@@ -34,3 +35,11 @@ def options(settings: type, entry: Any, how: str) -> dict[str, Any] | None:
             f"pm_ops: {entry!r} is not understood; it must be true, or an object with any of {', '.join(names)}: {how}"
         )
     return entry
+
+
+def require_supported(settings: Any, **supported: Sequence[Any]) -> None:
+    """Raise ValueError for an attribute that has another value than those that are supported."""
+    for name, values in supported.items():
+        value = getattr(settings, name)
+        if value not in values:
+            raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(map(str, values))}")

@@ -31,7 +31,7 @@ def whole_pool(pool: PagePool | HybridPool) -> PagePool:
 
 def layers_with(pools: Sequence[PagePool], kind: str) -> dict[int, PagePool]:
     """Every layer that has a plane of this kind, in order, and the pool that the plane is in."""
-    found = {i: pool for pool in pools for i in pool.layout.layers if kind in pool.layout.kinds(i)}
+    found = {plane.layer: pool for pool in pools for plane in pool.layout.planes if plane.kind == kind}
     return dict(sorted(found.items()))
 
 

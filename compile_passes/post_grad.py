@@ -200,9 +200,19 @@ class RopeStorePass(CustomGraphPass):
             raise RewriteError(f"{what}\nstrict: without it these are compiled as they are")
         self.log.warning("%s", what)
 
+    @staticmethod
+    def require_uuid(before: Any, where: str) -> None:
+        """Raise ValueError for a pass that stands at ``where`` already, None for none, and has no ``uuid()``."""
+        if before is not None and _uuid_of(before) is None:
+            raise ValueError(
+                f"pm_ops: {where} is {before!r}, which has no uuid() that tells it from other passes, so that code "
+                "compiled with another one would be used again; make it a CustomGraphPass (of "
+                "torch._inductor.custom_graph_pass) whose uuid() is not None"
+            )
+
     def uuid(self) -> str | None:
         """Equal where compiled code may be used again; None, which keeps Inductor from that, if ``before`` has none."""
-        other = "" if self.before is None else getattr(self.before, "uuid", lambda: None)()
+        other = "" if self.before is None else _uuid_of(self.before)
         if other is None:
             return None
         found = hashlib.sha256(repr((self.geometry, self.strict, other)).encode())
@@ -216,6 +226,10 @@ class RopeStorePass(CustomGraphPass):
     def sources() -> list[Path]:
         """The files that decide what a graph becomes."""
         return [*sorted(Path(__file__).parent.glob("*.py")), Path(pm_ops.ops.rope.__file__)]
+
+
+def _uuid_of(given: Any) -> Any:
+    return getattr(given, "uuid", lambda: None)()
 
 
 def _fakes(graph: Graph) -> FakeTensorMode | None:

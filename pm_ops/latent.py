@@ -102,8 +102,7 @@ def mla_attention(
         value_dim: how many of a row's first elements are the value, too.
         scale: as in :func:`store_latent`.
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
-        impl: ``"auto"``, ``"triton"``, ``"hopper"`` or ``"reference"``, see :class:`pm_ops.ops.mla.MLAAttention`. On a
-            GPU auto is triton: the kernel for Hopper is to be asked for, since it has never run on one.
+        impl: ``"auto"``, ``"triton"``, ``"hopper"`` or ``"reference"``, see :class:`pm_ops.ops.mla.MLAAttention`.
 
     Returns ``out [Tq, Hq, value_dim]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf. The order of sums
     depends on the batch, as in :func:`pm_ops.attention` without ``batch_invariant``.

@@ -141,3 +141,20 @@ FULL = [0, 0, 32, 96, 144, 96, 96]
 """Tokens of each in full blocks of 16, but for a last one that ends the prompt: what can be found."""
 FRESH = [0, 0, 0, 0, 0, 0, 48]
 """What a first run finds: the last prompt's beginning, in the engine's own cache."""
+
+
+def tiny_qwen3(folder: Path, layers: int) -> Path:
+    """With a norm of queries and keys; a vocabulary of 512, 2 KV heads of 32."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+    )
+    return save_tiny(transformers.Qwen3ForCausalLM(config), folder)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pm_ops.ops.attention import IMPLEMENTATIONS
 
-from ..environment import VARIABLE, asked, options
+from ..environment import VARIABLE, asked, options, require_supported
 
 LAYOUTS = ("token_major", "page_major")
 HOW = f"""set {VARIABLE}=1, or {VARIABLE}='{{"layout": "page_major"}}'"""
@@ -32,14 +32,12 @@ class Settings:
     fuse_rope: bool | str = False
 
     def __post_init__(self) -> None:
-        for name, supported in (
-            ("layout", LAYOUTS),
-            ("impl", IMPLEMENTATIONS),
-            ("fuse_rope", (False, True, "strict")),
-        ):
-            value = getattr(self, name)
-            if value not in supported:
-                raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(map(str, supported))}")
+        require_supported(
+            self,
+            layout=LAYOUTS,
+            impl=IMPLEMENTATIONS,
+            fuse_rope=(False, True, "strict"),
+        )
 
     @classmethod
     def asked(cls) -> Settings | None:

@@ -44,12 +44,7 @@ def add_pass(settings: Settings, pools: list[Any], compiled: bool) -> None:
     before: Any = inductor.post_grad_custom_pre_pass
     if isinstance(before, FuseRope):  # of the model whose drafts this one makes
         return
-    if before is not None and getattr(before, "uuid", lambda: None)() is None:
-        raise ValueError(
-            f"pm_ops: torch._inductor.config.post_grad_custom_pre_pass is {before!r}, which has no uuid() that tells "
-            "it from other passes, so that code compiled with another one would be used again; make it a "
-            "CustomGraphPass (of torch._inductor.custom_graph_pass) whose uuid() is not None"
-        )
+    FuseRope.require_uuid(before, "torch._inductor.config.post_grad_custom_pre_pass")
     found = [pool.page_pool for pool in pools if pool.page_pool is not None]
     if found[0].device.type == "cuda":
         logger.warning("pm_ops: fuse_rope is tested on the CPU, and has never run in SGLang on CUDA")

@@ -12,7 +12,7 @@ from typing import Any
 from pm_ops.formats import VLLM_ORDERS
 from pm_ops.ops.attention import IMPLEMENTATIONS
 
-from ..environment import VARIABLE, asked, options
+from ..environment import VARIABLE, asked, options, require_supported
 
 KEY = "pm_ops"
 LAYOUTS = ("page_major", *VLLM_ORDERS)
@@ -43,15 +43,13 @@ class Settings:
     fuse_rope: bool | str = False
 
     def __post_init__(self) -> None:
-        for name, supported in (
-            ("layout", LAYOUTS),
-            ("impl", IMPLEMENTATIONS),
-            ("hybrid_blocks", ("aligned", "small")),
-            ("fuse_rope", (False, True, "strict")),
-        ):
-            value = getattr(self, name)
-            if value not in supported:
-                raise ValueError(f"pm_ops: {name} is {value!r}; supported: {', '.join(map(str, supported))}")
+        require_supported(
+            self,
+            layout=LAYOUTS,
+            impl=IMPLEMENTATIONS,
+            hybrid_blocks=("aligned", "small"),
+            fuse_rope=(False, True, "strict"),
+        )
 
     @property
     def engine_layout(self) -> str:

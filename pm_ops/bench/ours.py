@@ -129,12 +129,7 @@ class PmOpsFA3(Implementation):
 
     def attention(self, work: AttentionWork, memory: Memory) -> Bound:
         """``pm_ops.attention(..., impl="fa3")``."""
-        run = _attention(work, memory, impl="fa3")
-        try:
-            run()
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
-        return Bound(run)
+        return _if_taken(_attention(work, memory, impl="fa3"))
 
 
 class PmOpsMLATriton(Implementation):
@@ -147,12 +142,16 @@ class PmOpsMLATriton(Implementation):
 
     def latent(self, work: AttentionWork, memory: Memory) -> Bound:
         """``pm_ops.mla_attention(..., impl="triton")``."""
-        run = _latent(work, memory, impl="triton")
-        try:
-            run()
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
-        return Bound(run)
+        return _if_taken(_latent(work, memory, impl="triton"))
+
+
+def _if_taken(run: Callable[[], Tensor]) -> Bound:
+    """A call by a kernel that was asked for, tried once: where that refuses it, its reason becomes a note."""
+    try:
+        run()
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    return Bound(run)
 
 
 def snake(name: str) -> str:

@@ -101,6 +101,17 @@ def test_each_suite_has_a_plot_without_wrong_results(
     assert axes.axvline.call_args.args == (4000.0,)
 
 
+def played_charts(monkeypatch: pytest.MonkeyPatch, number: int) -> list[MagicMock]:
+    """The axes of so many plots, of a matplotlib that draws nothing."""
+    matplotlib, pyplot = MagicMock(), MagicMock()
+    matplotlib.__spec__ = sys.__spec__
+    charts = [MagicMock() for _ in range(number)]
+    pyplot.subplots.side_effect = [(MagicMock(), axes) for axes in charts]
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    return charts
+
+
 def test_transfers_across_pcie_on_the_device_and_host_times_are_plots_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,12 +120,7 @@ def test_transfers_across_pcie_on_the_device_and_host_times_are_plots_of_their_o
         results.add("limits", case, "torch", "-", 1.0, 0.0, "gb_s", rate)
     for case, unit in (("offload", "gb_s"), ("host time, offload", None), ("repack", "gb_s"), ("restore", "gb_s")):
         results.add("transfer", case, "pm_ops", "page-major", 1.0, 0.0, unit, 3e4)
-    matplotlib, pyplot = MagicMock(), MagicMock()
-    matplotlib.__spec__ = sys.__spec__
-    charts = [MagicMock() for _ in range(3)]
-    pyplot.subplots.side_effect = [(MagicMock(), axes) for axes in charts]
-    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    charts = played_charts(monkeypatch, 3)
     names = ["gpu-transfer.png", "gpu-transfer-host.png", "gpu-transfer-repack.png"]
     assert [path.name for path in draw(Report(results), tmp_path, "gpu")] == names
     assert [[call.args[1] for call in axes.barh.call_args_list] for axes in charts] == [[30.0, 30.0], [1.0], [30.0]]
@@ -125,12 +131,7 @@ def test_states_are_a_plot_of_bytes_and_one_of_operations(tmp_path: Path, monkey
     results = Results({"device": "a GPU"})
     for case, unit in (("update", "gb_s"), ("prefill", "tflop_s"), ("another update", "gb_s")):
         results.add("state", case, "pm_ops", "page-major", 1.0, 0.0, unit, 3e6)
-    matplotlib, pyplot = MagicMock(), MagicMock()
-    matplotlib.__spec__ = sys.__spec__
-    charts = [MagicMock() for _ in range(2)]
-    pyplot.subplots.side_effect = [(MagicMock(), axes) for axes in charts]
-    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    charts = played_charts(monkeypatch, 2)
     names = ["gpu-state.png", "gpu-state-prefill.png"]
     assert [path.name for path in draw(Report(results), tmp_path, "gpu")] == names
     assert [axes.barh.call_count for axes in charts] == [2, 1]

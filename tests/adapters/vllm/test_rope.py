@@ -19,15 +19,13 @@ import torch
 import transformers
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from vllm import EngineArgs
-from vllm_engine import assert_depends_on_context, engine, generate, random_prompts, save_tiny, tokens
+from vllm_engine import assert_depends_on_context, engine, generate, random_prompts, save_tiny, tiny_qwen3, tokens
 
 from pm_ops.adapters.vllm import hooks
 from pm_ops.adapters.vllm.config import Settings
 from pm_ops.adapters.vllm.plugin import register
 from pm_ops.adapters.vllm.rope import HOOK, FuseRope, add_pass
 
-SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
 RANDOM = random_prompts(512, (5, 17, 64, 100))
 
 
@@ -41,8 +39,7 @@ def compiled_anew() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.Qwen3Config(**SIZES, **HEADS)
-    return save_tiny(transformers.Qwen3ForCausalLM(config), tmp_path_factory.mktemp("qwen3"))
+    return tiny_qwen3(tmp_path_factory.mktemp("qwen3"), layers=3)
 
 
 def fusion(llm: Any) -> FuseRope:

@@ -17,18 +17,15 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
 import torch
-import transformers
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 from vllm.config import CompilationMode
 from vllm.config.compilation import PassConfig
 from vllm.platforms.cpu import CpuPlatform
-from vllm_engine import engine, generate, random_prompts, save_tiny, tokens
+from vllm_engine import engine, generate, random_prompts, tiny_qwen3, tokens
 
 from pm_ops.adapters.vllm.rope import HOOK, FuseRope
 
 LAYERS = 2
-SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
 RANDOM = random_prompts(512, (5, 17, 64))
 NO_PASSES = {f.name: False for f in dataclasses.fields(PassConfig) if f.name.startswith(("fuse_", "enable_qk_norm"))}
 COMPILATION = {"mode": CompilationMode.VLLM_COMPILE, "cudagraph_mode": "NONE", "compile_sizes": []}
@@ -54,8 +51,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.Qwen3Config(**SIZES, **HEADS)
-    return save_tiny(transformers.Qwen3ForCausalLM(config), tmp_path_factory.mktemp("qwen3"))
+    return tiny_qwen3(tmp_path_factory.mktemp("qwen3"), layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
