@@ -130,7 +130,7 @@ def _mla_hopper(
     parts = (left_boxes, right_boxes, rest_boxes)
     tiles = (left, right)
     keys = (left_keys, right_keys, rest)
-    shared = (p_tile, m_row, shrink_row, ready, made, both[0])  # at last one that is over for the consumers
+    shared = (p_tile, m_row, shrink_row, ready, made)
     q_tile = (left_q, right_q, rest_q)
     q_tiles = (left_qs, right_qs, rest_q)
     # fmt: off
