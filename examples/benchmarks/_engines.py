@@ -9,9 +9,10 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 
 def model_folder(name: str, **sizes: Any) -> str:
@@ -96,7 +97,7 @@ Tokens = Sequence[Sequence[int]]
 
 
 def agreement(tokens: Mapping[str, Tokens], again: Mapping[str, Tokens], others: Mapping[str, Tokens]) -> Any:
-    """How many prompts get the tokens that another engine gives them.
+    """How many prompts get the tokens that another engine gives them, and how many tokens it takes until they differ.
 
     Args:
         tokens: what each engine gave for each prompt.
@@ -110,6 +111,12 @@ def agreement(tokens: Mapping[str, Tokens], again: Mapping[str, Tokens], others:
     def equal(ours: Tokens, theirs: Tokens) -> int:
         return sum(a == b for a, b in zip(ours, theirs, strict=False))
 
+    def alike(ours: Tokens, theirs: Tokens) -> float:
+        """Tokens in front that are equal, in the mean of all prompts."""
+        rows = zip(ours, theirs, strict=False)
+        heads = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))) for a, b in rows]
+        return round(sum(heads) / max(len(heads), 1), 1)
+
     unmoved = {name: equal(tokens[name], others[name]) for name in tokens}
     if any(unmoved.values()):
         raise RuntimeError(f"tokens do not depend on the context, so that a comparison shows nothing: {unmoved}")
@@ -117,6 +124,7 @@ def agreement(tokens: Mapping[str, Tokens], again: Mapping[str, Tokens], others:
     return {
         "prompts": max(map(len, tokens.values()), default=0),
         "equal": {a: {b: equal(tokens[a], tokens[b]) for b in tokens} for a in tokens},
+        "tokens until they differ": {a: {b: alike(tokens[a], tokens[b]) for b in tokens} for a in tokens},
         "equal when run again": {name: equal(tokens[name], again[name]) for name in tokens},
         f"of {most} equal with another prefix, the same last token": unmoved,
     }
@@ -164,3 +172,20 @@ class Process:
         """Send this, and wait for the answer."""
         self.connection.send(what)
         return self.answer()
+
+
+Seen = TypeVar("Seen", bound=Process)
+
+
+def each(engines: list[Seen], report: dict[str, Any], call: Callable[[Seen], Any]) -> dict[str, Any]:
+    """``call`` for every engine in turn. One that fails is noted in the report, and left out from here on."""
+    found = {}
+    for engine in list(engines):
+        try:
+            found[engine.name] = call(engine)
+        except (RuntimeError, BrokenPipeError) as error:
+            report["engines"].setdefault(engine.name, {})["failed"] = str(error)
+            engines.remove(engine)
+            engine.process.kill()
+            print(error, flush=True)
+    return found

@@ -25,12 +25,11 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _engines import Process, agreement, model_folder, prompts_of, sglang_scheduler, workload_of
+from _engines import Process, agreement, each, model_folder, prompts_of, sglang_scheduler, workload_of
 
 LAYOUTS = ("token_major", "page_major")
 """Engines that are pm_ops'."""
@@ -180,20 +179,6 @@ class Engine(Process):
             self.connection.send(None)
             self.process.join(30)
         self.process.kill()
-
-
-def each(engines: list[Engine], report: dict[str, Any], call: Callable[[Engine], Any]) -> dict[str, Any]:
-    """``call`` for every engine in turn. One that fails is noted in the report, and left out from here on."""
-    found = {}
-    for engine in list(engines):
-        try:
-            found[engine.name] = call(engine)
-        except RuntimeError as error:
-            report["engines"].setdefault(engine.name, {})["failed"] = str(error)
-            engines.remove(engine)
-            engine.process.kill()
-            print(error, flush=True)
-    return found
 
 
 def figure(shape: Workload, run: dict[str, Any]) -> float:

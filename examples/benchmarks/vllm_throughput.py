@@ -15,8 +15,11 @@ all of them. Engines are called
                                              batches instead of decodes alone, with an fp8 cache
     ...+nosplit  +partition  +rope           with splitting_ops empty, with Inductor's graph partition, and in one of
                                              these two with pm_ops' fuse_rope
+    ...+prefix  +chunks                      with the prefix cache, which finds all prompts of `tokens` when they are
+                                             run again, and in steps of 256 tokens, of which `+full` has graphs
 
-An engine whose cache is too small for all of a workload's sequences at a time sits it out.
+An engine whose cache is too small for all of a workload's sequences at a time sits it out; one that fails is left out
+from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from _engines import Process, agreement, model_folder, prompts_of, real_weights, workload_of
+from _engines import Process, agreement, each, model_folder, prompts_of, real_weights, workload_of
 
 WORKLOADS = {
     "tokens": (64, 1024, 128),
@@ -98,7 +101,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         seed=0,
         max_model_len=longest + 16,
         max_num_seqs=256,
-        enable_prefix_caching=False,
+        enable_prefix_caching="prefix" in features,
         kv_cache_memory_bytes=int(kv_gib(engine, options) * 2**30),
         gpu_memory_utilization=0.05,  # of what is free at the start; the line above says how large the cache is
         enforce_eager="eager" in features,
@@ -106,6 +109,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         attention_config={} if kind in ("pm_ops", "stock") else {"backend": kind},
         additional_config={"pm_ops": entry} if kind == "pm_ops" else {},
         **({"kv_cache_dtype": "fp8"} if "fp8" in features else {}),
+        **({"max_num_batched_tokens": max(GRAPHS)} if "chunks" in features else {}),
     )
 
 
@@ -123,7 +127,8 @@ def fits(engine: str, workload: str, options: argparse.Namespace) -> bool:
 
 
 def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Run the prompts; the tokens of each, seconds in all, and the median second of a step in which all decode."""
+    """Run the prompts; the tokens of each, how many of all prompts' were cached, seconds in all, and the median second
+    of a step in which all decode."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -131,6 +136,7 @@ def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, A
         temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    cached: dict[str, int] = {}
     steps, begin = [], time.perf_counter()
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy)
@@ -140,12 +146,14 @@ def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, A
         decoding = len(outputs) == len(prompts) and all(tokens[output.request_id] for output in outputs)
         for output in outputs:
             tokens[output.request_id] += output.outputs[0].token_ids
+            cached[output.request_id] = output.num_cached_tokens or 0
         if decoding:
             steps.append(time.perf_counter() - before)
     seconds = time.perf_counter() - begin
     middle = steps[len(steps) // 4 : -2] or steps  # the first of them may wait for prefills, the last for nothing
     return {
         "tokens": [tokens[str(i)] for i in range(len(prompts))],
+        "cached": sum(cached.values()),
         "seconds": seconds,
         "step": statistics.median(middle) if middle else float("nan"),
     }
@@ -177,36 +185,43 @@ class Engine(Process):
         return self.ask(count, length, new_tokens, prefix)
 
 
-def compare_tokens(engines: list[Engine], shape: tuple[int, int, int]) -> Any:
-    """:func:`agreement` of these engines on prompts of this shape; eight with another prefix."""
-    tokens = {engine.name: engine.run(*shape)["tokens"] for engine in engines}
-    again = {engine.name: engine.run(*shape)["tokens"] for engine in engines}
-    others = {engine.name: engine.run(8, *shape[1:], prefix=1)["tokens"] for engine in engines}
-    return agreement(tokens, again, others)
+def compare_tokens(engines: list[Engine], shape: tuple[int, int, int], report: dict[str, Any]) -> Any:
+    """:func:`agreement` of these engines on prompts of this shape; eight with another prefix. All run at once."""
+    runs = []
+    for count, prefix in ((shape[0], 0), (shape[0], 0), (8, 1)):
+        each(engines, report, lambda engine: engine.connection.send((count, *shape[1:], prefix)))  # noqa: B023
+        runs.append(each(engines, report, lambda engine: engine.answer()))
+    tokens, again, others = ({engine.name: run[engine.name]["tokens"] for engine in engines} for run in runs)
+    found = {engine.name: runs[1][engine.name]["cached"] for engine in engines}
+    return {**agreement(tokens, again, others), "tokens of prompts that were cached when run again": found}
 
 
-def measure(engines: list[Engine], shape: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
+def measure(
+    engines: list[Engine], shape: tuple[int, int, int], repetitions: int, report: dict[str, Any]
+) -> dict[str, Any]:
     """Output tokens a second and milliseconds of a decode step, of every run; the engines take turns."""
-    runs: dict[str, list[Any]] = {engine.name: [] for engine in engines}
-    for repetition in range(repetitions):
-        for engine in engines if repetition % 2 == 0 else engines[::-1]:
-            runs[engine.name].append(engine.run(*shape, prefix=repetition))
     count, _, new_tokens = shape
+    runs: dict[str, list[Any]] = {engine.name: [] for engine in engines}
+    for prefix in range(repetitions):
+        for name, run in each(engines, report, lambda engine: engine.run(*shape, prefix)).items():  # noqa: B023
+            runs[name].append(run)
+        engines.reverse()
     return {
         name: {
             "tokens a second": [round(count * new_tokens / run["seconds"], 1) for run in mine],
             "ms a step": [round(1000 * run["step"], 3) for run in mine],
         }
         for name, mine in runs.items()
+        if mine
     }
 
 
-def table(results: dict[str, Any], first: str) -> str:
+def table(results: dict[str, Any]) -> str:
     """Medians, and their ratios to the first engine."""
     lines = [f"{'workload':<12} {'engine':<22} {'tokens/s':>9} {'ratio':>6} {'ms/step':>8} {'ratio':>6}"]
     for workload, engines in results.items():
         medians = {n: [statistics.median(e[k]) for k in ("tokens a second", "ms a step")] for n, e in engines.items()}
-        rate, step = medians[first]
+        rate, step = next(iter(medians.values()), (1.0, 1.0))
         for name, (r, s) in medians.items():
             lines.append(f"{workload:<12} {name:<22} {r:>9.1f} {r / rate:>6.3f} {s:>8.3f} {s / step:>6.3f}")
     return "\n".join(lines)
@@ -249,18 +264,12 @@ def run(engines: list[Engine], options: argparse.Namespace) -> None:
     """All workloads. What is known is printed and written after each of them."""
     sizes = {"model": options.model, "layers": options.layers, "hidden": options.hidden}
     report: dict[str, Any] = {**sizes, "engines": {}, "workloads": {}}
-    for engine in list(engines):
-        try:
-            report["engines"][engine.name] = engine.answer()
-        except RuntimeError as error:
-            report["engines"][engine.name] = {"failed": str(error)}
-            engines.remove(engine)
-            print(error, flush=True)
+    report["engines"] |= each(engines, report, lambda engine: engine.answer())
     print(json.dumps(report["engines"], indent=1), flush=True)
     for workload, repetitions in options.workloads:
         shape = WORKLOADS[workload]
         if workload == "tokens":
-            report["tokens"] = compare_tokens(engines, shape)
+            report["tokens"] = compare_tokens(engines, shape, report)
             print(json.dumps(report["tokens"], indent=1), flush=True)
         else:
             able = [engine for engine in engines if fits(engine.name, workload, options)]
@@ -268,10 +277,12 @@ def run(engines: list[Engine], options: argparse.Namespace) -> None:
                 print(f"{workload}: the caches of {', '.join(left_out)} are too small", flush=True)
             if not able:
                 continue
-            for engine in able:
-                engine.run(min(shape[0], 2), shape[1], 4, prefix=99)  # what is compiled at the first call
-            results = report["workloads"][workload] = measure(able, shape, repetitions or options.repetitions)
-            print(table({workload: results}, able[0].name), flush=True)
+            few = (min(shape[0], 2), shape[1], 4, 99)
+            each(able, report, lambda engine: engine.run(*few))  # noqa: B023  # what is compiled at the first call
+            results = measure(able, shape, repetitions or options.repetitions, report)
+            report["workloads"][workload] = results
+            engines[:] = [engine for engine in engines if "failed" not in report["engines"][engine.name]]
+            print(table({workload: results}), flush=True)
         (options.out / "vllm_throughput.json").write_text(json.dumps(report, indent=1))
 
 

@@ -17,11 +17,27 @@ class Played:
     def __init__(self, name: str, rule: Any, seconds: float = 2.0) -> None:
         self.name, self.rule, self.seconds = name, rule, seconds
         self.asked: list[tuple[int, ...]] = []
+        self.connection = self.process = self
+        self.killed = False
+
+    def send(self, what: tuple[int, ...]) -> None:
+        self.sent = what
+
+    def answer(self) -> dict[str, Any]:
+        return self.run(*self.sent)
+
+    def kill(self) -> None:
+        self.killed = True
 
     def run(self, count: int, length: int, new_tokens: int, prefix: int = 0) -> dict[str, Any]:
         self.asked.append((count, length, new_tokens, prefix))
         tokens = [self.rule(prompt) for prompt in bench.prompts_of(count, length, prefix)]
-        return {"tokens": tokens, "seconds": self.seconds, "step": self.seconds / 1000}
+        seen = [ask[0] for ask in self.asked[:-1] if ask[3] == prefix]
+        return {"tokens": tokens, "cached": sum(seen), "seconds": self.seconds, "step": self.seconds / 1000}
+
+
+def report() -> dict[str, Any]:
+    return {"engines": {}}
 
 
 def test_prompts_of_another_prefix_end_alike_and_of_the_same_are_the_same() -> None:
@@ -34,24 +50,45 @@ def test_prompts_of_another_prefix_end_alike_and_of_the_same_are_the_same() -> N
 def test_equal_tokens_are_counted() -> None:
     whole = Played("a", lambda prompt: [sum(prompt)])
     half = Played("b", lambda prompt: [sum(prompt) + prompt[0] % 2])
-    found = bench.compare_tokens([whole, half], (12, 20, 4))
+    found = bench.compare_tokens([whole, half], (12, 20, 4), report())
     odd = sum(prompt[0] % 2 for prompt in bench.prompts_of(12, 20, 0))
     assert 0 < odd < 12
     assert found["equal"] == {"a": {"a": 12, "b": 12 - odd}, "b": {"a": 12 - odd, "b": 12}}
     assert found["equal when run again"] == {"a": 12, "b": 12}
+    assert found["tokens of prompts that were cached when run again"] == {"a": 12, "b": 12}
+
+
+def test_tokens_are_counted_until_they_differ() -> None:
+    whole = Played("a", lambda prompt: [*prompt[:3], sum(prompt)])
+    other = Played("b", lambda prompt: [*prompt[:3], -1])
+    found = bench.compare_tokens([whole, other], (12, 20, 4), report())
+    assert found["tokens until they differ"] == {"a": {"a": 4.0, "b": 3.0}, "b": {"a": 3.0, "b": 4.0}}
+
+
+def test_an_engine_that_fails_is_left_out_and_the_others_go_on() -> None:
+    def fail(prompt: list[int]) -> Any:
+        raise RuntimeError("b ended")
+
+    noted, whole, bad = report(), Played("a", sum), Played("b", fail)
+    engines = [bad, whole]
+    found = bench.measure(engines, (8, 16, 4), 2, noted)
+    assert engines == [whole] and bad.killed and not whole.killed
+    assert list(found) == ["a"] and len(found["a"]["ms a step"]) == 2
+    assert noted == {"engines": {"b": {"failed": "b ended"}}}
+    assert "a" in bench.table({"8 x 16": found})
 
 
 def test_tokens_that_follow_from_the_last_one_show_nothing() -> None:
     with pytest.raises(RuntimeError, match="tokens do not depend on the context"):
-        bench.compare_tokens([Played("a", lambda prompt: prompt[-1:])], (12, 20, 4))
+        bench.compare_tokens([Played("a", lambda prompt: prompt[-1:])], (12, 20, 4), report())
 
 
 def test_engines_take_turns_and_the_table_has_their_ratios() -> None:
     fast, slow = Played("fast", sum, 1.0), Played("slow", sum, 4.0)
-    results = bench.measure([slow, fast], (8, 16, 4), 3)
+    results = bench.measure([slow, fast], (8, 16, 4), 3, report())
     assert fast.asked == slow.asked == [(8, 16, 4, 0), (8, 16, 4, 1), (8, 16, 4, 2)]
     assert results["fast"] == {"tokens a second": [32.0] * 3, "ms a step": [1.0] * 3}
-    lines = bench.table({"8 x 16": results}, "slow").splitlines()
+    lines = bench.table({"8 x 16": results}).splitlines()
     assert lines[2].split()[3:] == ["fast", "32.0", "4.000", "1.000", "0.250"]
 
 
