@@ -43,7 +43,11 @@ _move_pages = kernel("transfer.move_pages")
 
 
 class TransferQueue:
-    """Moves pages from one pool to another of equal layout, in the order of the calls, on a CUDA stream of its own.
+    """Moves pages from one pool to another of equal layout, in the order of the calls, on CUDA streams of its own.
+
+    Two streams take turns, each step behind the other stream's: the copy engine keeps to a stream that has work, and so
+    lets others, such as an engine's copy of the tokens that it sampled, in between two steps alone. On an H200 with
+    1 GiB in flight that copy came 1.2 ms late at most; with a single stream 19 ms, for which the engine stood still.
 
     Bytes go straight from buffer to buffer, so that no staging memory is needed, nor bounded. Pages that are adjacent
     on both sides move as one run. Two implementations:
@@ -107,7 +111,9 @@ class TransferQueue:
         self.gpu = near.device if near.device.type == "cuda" else None
         if self.gpu is not None and not far.buffer.is_pinned():
             raise ValueError("the host's memory is not pinned, so that the GPU cannot reach it; use pm_ops.HostPool")
-        self.stream = torch.cuda.Stream(self.gpu) if self.gpu is not None else None
+        self.streams = [torch.cuda.Stream(self.gpu) for _ in range(2)] if self.gpu is not None else []
+        self.stream = self.streams[0] if self.streams else None
+        """The one that has the next step."""
         self._ring = IndexRing() if self.gpu is not None else None
         """For the kernel, where that can be used."""
 
@@ -289,6 +295,9 @@ class TransferQueue:
     def _issue(self, transfer: Transfer, step: Step) -> None:
         self._move(transfer, step)
         mark = self.stream.record_event() if self.stream is not None else None
+        if mark is not None and self.streams:
+            self.stream = self.streams[self.stream is self.streams[0]]
+            self.stream.wait_event(mark)
         transfer.steps.popleft()
         if not transfer.steps:
             self._queued.popleft()

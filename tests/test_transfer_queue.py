@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from delayed import LAYOUT, PAGE, delayed
+from delayed import LAYOUT, PAGE, Stream, delayed
 from pages import LAYOUTS, packed_pool
 
 from pm_ops import PagePool, transfer_plan, transfer_queue
@@ -91,6 +91,18 @@ def test_transfers_of_other_pages_do_not_wait_for_one_another(log) -> None:
     host.offload([0, 1])
     host.restore(kept.pages, [5])
     assert log == [("copy", host._out.stream)] * 2 + [("copy", host._in.stream)]
+
+
+def test_two_streams_take_turns_a_step_behind_the_other(log) -> None:
+    """So that copies of others, on streams of theirs, come between two steps."""
+    pool, host = delayed(log)
+    streams = host._out.streams = [host._out.stream, Stream(log)]
+    saved = host.offload([0, 1, 2])
+    assert log == [entry for i in (0, 1, 0) for entry in (("copy", streams[i]), ("wait", streams[i]))]
+    other = host.offload([3])
+    assert log[6:] == [("copy", streams[1]), ("wait", streams[1])]
+    other.synchronize()
+    assert saved.done() and torch.equal(host.pool.gather(saved.pages + other.pages), pool.gather(range(4)))
 
 
 def test_layers_are_there_one_after_the_other(log) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +91,7 @@ class PageIndex:
                 else:
                     self._free.append(page.number)
 
-    def touch(self, keys: Iterable[Hashable]) -> list[Hashable]:
+    def touch(self, keys: Iterable[Key]) -> list[Key]:
         """Make the pages of these keys, one after another, the newest. Returns the keys that have none, in order."""
         absent, page_of = [], self._pages.get
         for key in keys:
