@@ -296,8 +296,9 @@ class TransferQueue:
         self._move(transfer, step)
         mark = self.stream.record_event() if self.stream is not None else None
         if mark is not None and self.streams:
-            self.stream = self.streams[self.stream is self.streams[0]]
-            self.stream.wait_event(mark)
+            following = self.streams[self.stream is self.streams[0]]
+            following.wait_event(mark)
+            self.stream = following
         transfer.steps.popleft()
         if not transfer.steps:
             self._queued.popleft()
