@@ -22,7 +22,7 @@ Progress = Callable[[Transfer], None]
 class HostPool:
     """Pages of a pool's layout in host memory, pinned where the pool is on CUDA, and what moves pages between the two.
 
-    Transfers run beside the model, on a CUDA stream for each direction, from buffer to buffer: nothing is staged. No
+    Transfers run beside the model, on CUDA streams for each direction, from buffer to buffer: nothing is staged. No
     call waits on the host, except :meth:`offload` where the only host pages left are those that were freed in flight.
     The order is kept on the device:
 
@@ -69,7 +69,7 @@ class HostPool:
         self._memory = weakref.finalize(self, _release, pool.device, streams, self.pool.buffer, pool.buffer)
         self._out = TransferQueue(pool, self.pool, max_in_flight=max_in_flight)
         self._in = TransferQueue(self.pool, pool, max_in_flight=max_in_flight)
-        streams += [queue.stream for queue in (self._out, self._in) if queue.stream is not None]
+        streams += self._out.streams + self._in.streams
         self._active: list[Transfer] = []
         self._unwritten: set[int] = set()
 

@@ -308,6 +308,21 @@ def test_calls_and_polls_do_not_wait_on_the_host(monkeypatch):
     assert torch.equal(pool.gather(range(32, 64)), pool.gather(range(32)))
 
 
+def test_copies_of_others_come_between_two_steps():
+    """On a single stream they came when all 512 MiB, which take 10 ms, had been copied."""
+    pool, side = random_pool(512, LAYOUTS["pages of 1 MiB"]), torch.cuda.Stream()
+    host = HostPool(pool, 512)
+    tokens, there = torch.arange(32, device="cuda"), torch.empty(32, dtype=torch.int64, pin_memory=True)
+    torch.cuda.synchronize()
+    saved = host.offload(torch.randperm(512), impl="copy")
+    assert not saved.steps, "all is in flight"
+    with torch.cuda.stream(side):
+        there.copy_(tokens, non_blocking=True)
+    side.synchronize()
+    assert not saved.done() and there.tolist() == list(range(32))
+    saved.synchronize()
+
+
 def test_cancel_leaves_out_what_was_not_issued(monkeypatch):
     monkeypatch.setattr(transfer_plan, "STEP_LEAST", LAYOUT.page_bytes)
     monkeypatch.setattr(transfer_plan, "STEP_MOST", LAYOUT.page_bytes)

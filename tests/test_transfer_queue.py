@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from delayed import LAYOUT, PAGE, delayed
+from delayed import LAYOUT, PAGE, Stream, delayed
 from pages import LAYOUTS, packed_pool
 
 from pm_ops import PagePool, transfer_plan, transfer_queue
@@ -91,6 +91,19 @@ def test_transfers_of_other_pages_do_not_wait_for_one_another(log) -> None:
     host.offload([0, 1])
     host.restore(kept.pages, [5])
     assert log == [("copy", host._out.stream)] * 2 + [("copy", host._in.stream)]
+
+
+def test_two_streams_take_turns_each_behind_the_other(log, monkeypatch) -> None:
+    """So that copies of others, on streams of theirs, come between two turns."""
+    monkeypatch.setattr(transfer_queue, "TURN", 2 * PAGE)
+    pool, host = delayed(log)
+    first, second = host._out.streams = [host._out.stream, Stream(log)]
+    saved = host.offload([0, 1, 2])
+    assert log == [("copy", first), ("copy", first), ("wait", first), ("copy", second)]
+    other = host.offload([3, 4])
+    assert log[4:] == [("copy", second), ("wait", second), ("copy", first)]
+    other.synchronize()
+    assert saved.done() and torch.equal(host.pool.gather(saved.pages + other.pages), pool.gather(range(5)))
 
 
 def test_layers_are_there_one_after_the_other(log) -> None:

@@ -14,6 +14,7 @@ whatever becomes of the request. Of the other pages the one that was used longes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -135,8 +136,7 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         if end == first:
             return 0, False
         if self.prefix_caching:
-            pages = (self.index.find(key) for key in self._needed(tracked, end))
-            tracked.awaits = next((page for page in pages if page is not None and page.users), None)
+            tracked.awaits = next((page for page in self.index.run(self._needed(tracked, end)) if page.users), None)
             if tracked.awaits is not None:
                 return None, False
         return (end - first) * self.page_size, True
@@ -146,7 +146,7 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         find, hashes, first = self.index.find, tracked.request.block_hashes, tracked.first
         end = min(last, len(hashes))
         for group in (group for group, window in enumerate(self.windows) if window == ALL):
-            end = next((block for block in range(first, end) if find((hashes[block], group)) is None), end)
+            end = first + len(self.index.run(zip(hashes[first:end], repeat(group))))
         windows = {group: window for group, window in enumerate(self.windows) if window != ALL}
         if not windows:
             return end
@@ -176,29 +176,28 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.kept = 0  # those that the engine found itself are looked after, too
         if num_external_tokens:
             needed = self._needed(tracked, tracked.first + num_external_tokens // self.page_size)
-            pages = [self.index.find(key) for key in needed]
+            pages = self.index.run(needed)
             targets = [tracked.blocks[group][block] for (_, group), block in needed.items()]
-            held = [page for page in pages if page is not None]
-            assert len(held) == len(pages) and all(targets), "nothing was evicted since; block 0 is never a target"
-            for page in held:
-                self.index.hold(page)
-            self.loads[request.request_id] = held
-            self.moves.loads[request.request_id] = [page.number for page in held], targets
+            assert len(pages) == len(needed) and all(targets), "nothing was evicted since; block 0 is never a target"
+            self.index.hold(*pages)
+            self.loads[request.request_id] = pages
+            self.moves.loads[request.request_id] = [page.number for page in pages], targets
 
     def build_connector_meta(self, scheduler_output: Any) -> Moves:
         """What was found, to be restored; and the blocks that this step fills, to be offloaded."""
         pages: list[Page] = []
         sources: list[int] = []
+        windows = list(enumerate(self.windows))[::-1]
         for tracked, computed, blocks in filled(scheduler_output, self.tracked, self.page_size):
-            seen = [
-                ((tracked.request.block_hashes[block], group), tracked.blocks[group][block])
-                for block in blocks
-                for group, window in enumerate(self.windows)
+            hashes = tracked.request.block_hashes
+            seen = {
+                (hashes[block], group): tracked.blocks[group][block]
+                for block in reversed(blocks)
+                for group, window in windows
                 if (block + window) * self.page_size > computed  # else the engine may have freed it behind the window
-            ]
-            self.index.touch(key for key, _ in reversed(seen))
-            for key, source in seen:
-                if source and key not in self.index:  # block 0 stands for those that were not needed any more
+            }
+            for key in reversed(self.index.touch(seen)):
+                if source := seen[key]:  # block 0 stands for those that were not needed any more
                     page = self.index.add(key)
                     if page is None:
                         self.stats.add(left_out=1)
@@ -242,15 +241,14 @@ class PageHostConnector(KVConnectorBase_V1, SupportsHMA):
             del self.saves[job]
 
     def _release(self, pages: list[Page]) -> None:
-        for page in reversed(pages):  # the beginning of a prefix is evicted last
-            self.index.release(page)
+        self.index.release(*reversed(pages))  # the beginning of a prefix is evicted last
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         """Forget a request that has ended or was aborted. What is on its way arrives all the same."""
         tracked = self.tracked.pop(request.request_id, None)
         if tracked is not None:
-            keys = [(name, group) for name in request.block_hashes for group in range(len(self.windows))]
-            self.index.touch(reversed(keys))  # the end of a prefix is of no use without its beginning
+            groups = range(len(self.windows))[::-1]
+            self.index.touch((name, group) for name in reversed(request.block_hashes) for group in groups)
         return False, None
 
     def has_pending_push_work(self) -> bool:

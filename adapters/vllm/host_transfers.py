@@ -12,6 +12,9 @@ from pm_ops import HostPool, PagePool
 from pm_ops.transfer import Transfer
 
 logger = init_logger("vllm.pm_ops.host")
+PAGES_IN_FLIGHT = 8192
+"""In each direction. Half of what CUDA takes before a call waits, and enough to last for a long step: what goes beyond
+is issued when the next one begins."""
 
 
 @dataclass
@@ -50,7 +53,8 @@ class HostTransfers:
     """
 
     def __init__(self, pool: PagePool, num_pages: int) -> None:
-        self.host = HostPool(pool, num_pages)
+        in_flight = max(PAGES_IN_FLIGHT * pool.layout.page_bytes, 1 << 30)
+        self.host = HostPool(pool, num_pages, max_in_flight=in_flight)
         self._places: dict[int, int] = {}
         self._loads: dict[str, tuple[Transfer, list[int]]] = {}
         self._saves: dict[int, tuple[Transfer, list[int]]] = {}
