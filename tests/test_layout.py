@@ -54,7 +54,7 @@ LAYOUTS = {
     "vllm BLNHC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLNHC"),
     "vllm BLHNC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLHNC"),
     "vllm BHLNC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BHLNC"),
-    "one byte": pm_ops.page_major(1, 1, 1, 1, torch.uint8),
+    "one byte": pm_ops.page_major(1, 1, 1, 1, torch.int8),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 
