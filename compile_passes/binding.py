@@ -135,8 +135,8 @@ class Binding:
             raise ValueError(f"no row {row} in a page table of {counted(table.shape[0], 'sequence')}")
         old = table[row].tolist()
         new = pool.allocator.alloc(len(old)) if pages is None else given_pages(pool, pages, len(old), table)
-        pool.copy(old, new)
-        with torch.inference_mode():  # the one mode in which a tensor of either mode may be written
+        with torch.inference_mode():  # in which tensors of either mode may be written
+            pool.copy(old, new)
             table[row] = torch.tensor(new)
         pool.allocator.free(old)
         return new
@@ -324,17 +324,13 @@ def _states(
 def _check_complete(pools: Sequence[PagePool], planes: Sequence[CachePlane]) -> None:
     """Every plane of the pool has a cache: a page verb would move the others without what the model keeps of them."""
     bound = {(p.layer, p.kind) for p in planes}
-    left: dict[str, list[int]] = {}
-    for pool in pools:
-        for p in pool.layout.planes:
-            if (p.layer, p.kind) not in bound:
-                left.setdefault(p.kind, []).append(p.layer)
+    left = sorted({(p.layer, p.kind) for pool in pools for p in pool.layout.planes} - bound)
     if left:
-        names = " and ".join(f"{kind!r} of layers {', '.join(map(str, sorted(of)))}" for kind, of in left.items())
+        kinds = ", ".join(sorted({repr(kind) for _, kind in left}))
         raise ValueError(
-            f"no cache is given for plane {names}: what the model keeps there would stay outside of the pages; pass "
-            "keys=, values= and states= of all planes, or bind to a pool without these: of a layout such as "
-            "layout.part('key'), or one kind of a HybridPool"
+            f"no cache is given for {counted(len(left), 'plane')} of the pool, {kinds} from layer {left[0][0]} on: what "
+            "the model keeps there would stay outside of the pages; pass keys=, values= and states= of every plane, or "
+            "bind to a pool without these: of a layout such as layout.part('key'), or one kind of a HybridPool"
         )
 
 

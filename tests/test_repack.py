@@ -76,8 +76,8 @@ def test_a_plan_says_what_it_does() -> None:
     vllm = pm_ops.vllm(4, 4, 16, 64, BF16, "BLNHC")
     text = str(pm_ops.RepackPlan(page_major(), vllm, heads=(4, 0, 4)))
     assert text == (
-        "page_major (16 tokens a page) -> vllm BLNHC (64 tokens a page): 4 layers, source heads 4 to 7 as heads 0 to 3, "
-        "1024 B a token in 32 fragments of 32 B"
+        "page_major (16 tokens a page) -> vllm BLNHC (64 tokens a page): 4 layers, "
+        "source heads 4 to 7 as heads 0 to 3, 1024 B a token in 32 fragments of 32 B"
     )
     text = str(pm_ops.RepackPlan(page_major(4), page_major(3), layers={1: 0, 2: 1, 3: 2}))
     assert "3 layers 1 to 3 as 0 to 2, 1536 B a token in 6 fragments of 256 B" in text

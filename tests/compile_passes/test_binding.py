@@ -122,7 +122,10 @@ def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
         ({"keys": caches(40, HEADS, DIM)[:1]}, "1 key cache for a layout of 2 layers"),
         ({"keys": caches(40, HEADS, DIM, dtype=torch.float16)}, "they must agree"),
         ({"keys": [t.requires_grad_() for t in caches(40, HEADS, DIM)]}, "requires grad"),
-        ({"keys": torch.randn(3, 40, HEADS, DIM)[:2], "values": caches(40, HEADS, DIM)}, "bind every cache that lies in it"),
+        (
+            {"keys": torch.randn(3, 40, HEADS, DIM)[:2], "values": caches(40, HEADS, DIM)},
+            "bind every cache that lies in it",
+        ),
         (
             {"keys": [torch.randn(40, HEADS, DIM)] * 2},
             "key cache of layer 1 is the key cache of layer 0 too; give each",
@@ -138,8 +141,11 @@ def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
             "one batch and length for all",
         ),
         ({"keys": [[1.0], [2.0]]}, "must be a plain torch.Tensor"),
-        ({"keys": caches(40, HEADS, DIM)}, r"no cache is given for plane 'value' of layers 0, 1: .* pass keys=, values="),
-        ({"values": caches(40, HEADS, DIM)}, "no cache is given for plane 'key' of layers 0, 1: "),
+        (
+            {"keys": caches(40, HEADS, DIM)},
+            "for 2 planes of the pool, 'value' from layer 0 on: .* pass keys=, val",
+        ),
+        ({"values": caches(40, HEADS, DIM)}, "no cache is given for 2 planes of the pool, 'key' from layer 0 on: "),
         ({}, "nothing to bind"),
         ({"cache": object()}, "has no layers"),
         ({"cache": object(), "keys": caches(40, HEADS, DIM)}, "not both"),

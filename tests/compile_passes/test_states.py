@@ -160,7 +160,7 @@ def test_a_part_of_a_state_is_refused() -> None:
             "the others must be contiguous",
         ),
         (lambda s: {"conv": [s["conv"][0]] * 2}, "is the conv cache of layer 0 too"),
-        (lambda s: {"conv": s["conv"]}, "no cache is given for plane 'ssm' of layers 0, 1 and 'sum' of layers 0, 1: "),
+        (lambda s: {"conv": s["conv"]}, "for 4 planes of the pool, 'ssm', 'sum' from layer 0 on: "),
     ],
 )
 def test_states_that_do_not_fit_are_refused_and_nothing_is_changed(change: Any, message: str) -> None:
