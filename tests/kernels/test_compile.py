@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +61,32 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
             _, signature, constants, attributes = self._pack_args(backend, options, bound, specialization, {})
             source = GluonASTSource if self.is_gluon() else ASTSource
             made = triton.compile(source(self, signature, constants, attributes), target=target, options=options)
+            check_arrivals(made.asm["ptx"])
             # Triton 3.6's products of whole warp groups read outside of shared memory in a loop that has one stage
             assert self.is_gluon() or made.metadata.num_stages > 1 or "wgmma" not in made.asm["ptx"], self.__name__
 
     JITFunction.run = run
     return seen
+
+
+def check_arrivals(ptx: str) -> None:
+    """Where one thread arrives at an mbarrier for others, they all have met it since they used shared memory.
+
+    Gluon does not say so; `gluon_clocks.py` takes it as given.
+    """
+    of_each, uses = r"mbarrier\.arrive\.(noinc|expect_tx)", r"mbarrier\.arrive|shared|matrix|wgmma|bar\.(warp\.)?sync"
+    lines = [line for line in ptx.splitlines() if re.search(uses, line) and not re.search(of_each, line)]
+    for before, line in itertools.pairwise(lines):
+        assert "mbarrier.arrive" not in line or re.search(r"bar\.(warp\.)?sync", before), (before, line)
+
+
+def test_arrivals_without_a_barrier_are_found():
+    arrive, store = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];", "st.shared.b32 [%r2], %r3;"
+    check_arrivals("\n".join([store, "bar.sync 0, 128;", "add.f32 %r4, %r4, %r4;", arrive]))
+    check_arrivals("\n".join([store, "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 9;"]))
+    for use in (store, "wgmma.wait_group.sync.aligned 0;", "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1}, [%r2];"):
+        with pytest.raises(AssertionError):
+            check_arrivals("\n".join(["bar.sync 0, 128;", use, arrive]))
 
 
 def launch_every_kernel() -> None:
