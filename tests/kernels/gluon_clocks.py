@@ -3,8 +3,8 @@
 A clock says of each agent how many of its steps are known to be over. Agents are the partitions, whose steps end with
 their `thread_barrier`s, the products of each, in their order, and the mbarriers, whose phases the copy engine's writes
 end with. An access is marked with its agent and step, and raises a `Race` unless the partition knows that all accesses
-before it that it may not overlap with are over: of a read the last write, of a write also the reads since. It is no
-matter which came first this time.
+before it that it may not overlap with are over: of a read the last write, of a write also the reads since. Of two that
+nothing orders, whichever comes second this time raises.
 
     thread_barrier           what any thread has done, each thread of the partition knows
     mbarrier.arrive, expect  hand on what one thread of the partition knows
@@ -45,7 +45,13 @@ class Partition:
         self.known = known
         self.step = self.issued = self.done = 0
 
+    @property
+    def now(self) -> tuple[int, int]:
+        """Agent and step of what its threads do."""
+        return self.agent, self.step
+
     def meet(self) -> None:
+        """All its threads, at a barrier."""
         self.step += 1
         self.known[[self.agent, self.products]] = self.step, self.done
 
@@ -125,7 +131,7 @@ class Accesses:
         with self.clocks.lock:
             known = partition.known.copy()
             if agent is None:
-                agent, step = partition.agent, partition.step
+                agent, step = partition.now
                 known[agent] = EVER  # the compiler orders its threads' loads and stores
             self.refuse(agent, "a write", self.writer[cells][self.write[cells] >= known[self.writer[cells]]])
             if writes:
@@ -139,7 +145,7 @@ class Accesses:
         """Agents whose access may overlap with this one."""
         if len(others):
             names = self.clocks.agents
-            raise Race(f"{names[agent]} is not behind {what} by {', '.join({names[i] for i in others})}")
+            raise Race(f"{names[agent]} is not behind {what} by {', '.join(sorted({names[i] for i in others}))}")
 
 
 class Barrier:
@@ -153,6 +159,7 @@ class Barrier:
         self.arriving = self.arrived = np.zeros(AGENTS, np.int64)
 
     def step(self, known: np.ndarray | bool, arrivals: int = 0, nbytes: int = 0) -> None:
+        """`known`: what arrivals or bytes hand on; False for nothing."""
         with self.changed:
             self.arrivals += arrivals
             self.nbytes += nbytes

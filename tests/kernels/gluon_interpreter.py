@@ -157,7 +157,9 @@ class Machine:
             wait=lambda barrier, phase: barrier.wait(phase, self.orders()),
         )
         self.async_copy = types.SimpleNamespace(
-            async_copy_global_to_shared=self.copy_rows,
+            async_copy_global_to_shared=lambda box, address, mask: box.store(
+                self.load(address, mask, 0.0), *self.clocks.partition.now
+            ),
             mbarrier_arrive=lambda barrier, increment_count: barrier.step(
                 self.orders() and self.clocks.partition.every_threads(), 128
             ),
@@ -200,10 +202,6 @@ class Machine:
             return barriers if len(shape) > 1 else barriers[0]
         memory = torch.full((torch.Size(shape).numel(),), torch.nan, dtype=dtype)
         return Shared(memory, Accesses(self.clocks, len(memory)), places_of(shape, layout))
-
-    def copy_rows(self, box: Shared, address: Pointer, mask: Any) -> None:
-        partition = self.clocks.partition
-        box.store(self.load(address, mask, 0.0), partition.agent, partition.step)
 
     def fetch_box(self, plane: TensorDescriptor, at: list[Any], barrier: Barrier, box: Shared) -> None:
         """What lies outside the plane is 0."""
