@@ -205,9 +205,18 @@ def _update_launch(
         GROUP=heads // key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        KEY_BLOCK=next_power_of_2(key_dim),
+        KEY_BLOCK=columns(key_dim),
         **blocks,
     )
+
+
+def columns(key_dim: int) -> int:
+    """Columns of a block for all keys: two or more a lane of a warp, so that all lanes get the same sum of a row.
+
+    Of a single product a lane adds its own, exact, to the rounded one of another lane (by `fma`): the last bits differ,
+    and which lane's are stored is not defined.
+    """
+    return max(next_power_of_2(key_dim), 64)
 
 
 def update_blocks(key_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:

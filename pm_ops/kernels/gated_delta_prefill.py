@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
 from .device import is_hopper, multiprocessors
-from .gated_delta import state_cells
+from .gated_delta import columns, state_cells
 from .gated_delta_chunk import CHUNK, _gated_delta_chunks, load_rows
 from .launch import Launch
 from .padding import zero_padding
@@ -176,7 +176,7 @@ def _launches(
             (heads * (tokens // CHUNK.value + batch),),
             (tokens, batch, query_strides, key_strides, g_strides, beta_strides),
             L2_NORM=l2_norm,
-            KEY_BLOCK=min(key_block, 128),
+            KEY_BLOCK=min(columns(key_dim), 128),
             **shared,
             num_warps=4,
             **({"maxnreg": 168} if dtype.itemsize == 2 and is_hopper(device) else {}),  # a third program fits

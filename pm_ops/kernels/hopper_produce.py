@@ -158,6 +158,7 @@ def produce(
                     if high_edge:
                         zero_outside(value_boxes, stage, n, hi, lo, hi, ROWS, BLOCK_N, DIM_V)
                     fence_async_shared()
+                    gl.thread_barrier()
                     mbarrier.arrive(value_full.index(stage))
                 else:
                     full = value_full.index(stage)

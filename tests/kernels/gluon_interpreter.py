@@ -3,27 +3,28 @@
 A kernel's Python code is run as it stands, with the Gluon functions that it calls replaced by the ones below.
 Partitions of `warp_specialize` are threads, mbarriers count arrivals and bytes and have phases, shared memory is one
 run of elements that views address, and the products of warpgroups read their operands either when they are issued or
-not before they are waited for, so that a place that is written too early, or read too late, shows. What is not
-modelled: registers, warps within a partition (`thread_barrier`), and fences between the ways to shared memory.
+not before they are waited for, so that a place that is written too early, or read too late, shows. That no access to
+shared memory is a race, however fast partitions are, `gluon_clocks.py` checks. What is not modelled: registers, and
+fences between the ways to shared memory.
 """
 
 from __future__ import annotations
 
 import builtins
 import itertools
+import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kernels.gluon_clocks import Accesses, Barrier, Barriers, Clocks, Partition
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
-
-PATIENCE = 20.0
-"""Seconds after which a barrier that nobody completes is a deadlock."""
 
 
 class Pointer:
@@ -55,27 +56,35 @@ class Pointer:
 class Shared:
     """A view of shared memory: for each of its elements where it is in `memory`."""
 
-    def __init__(self, memory: Tensor, places: Tensor) -> None:
-        self.memory, self.places, self.dtype = memory, places, memory.dtype
+    def __init__(self, memory: Tensor, accesses: Accesses, places: Tensor) -> None:
+        self.memory, self.accesses, self.places, self.dtype = memory, accesses, places, memory.dtype
+
+    def at(self, places: Tensor) -> Shared:
+        return Shared(self.memory, self.accesses, places)
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.memory, self.places[int(i)])
+        return self.at(self.places[int(i)])
 
     def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.memory, self.places[start : start + length])
+        return self.at(self.places[start : start + length])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.memory, self.places.permute(order))
+        return self.at(self.places.permute(order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: str) -> Shared:
         assert dtype == self.dtype
-        return Shared(self.memory, places_of(shape, layout))
+        return self.at(places_of(shape, layout))
 
     def load(self, layout: Any = None) -> Tensor:
-        return self.memory[self.places]
+        self.accesses.note(self.places, writes=False)
+        return self.values()
 
-    def store(self, x: Tensor) -> None:
+    def store(self, x: Tensor, *agent: int) -> None:
+        self.accesses.note(self.places, True, *agent)
         self.memory[self.places] = x.to(self.dtype).expand(self.places.shape)
+
+    def values(self) -> Tensor:
+        return self.memory[self.places]
 
 
 def places_of(shape: list[int], layout: str) -> Tensor:
@@ -87,34 +96,6 @@ def places_of(shape: list[int], layout: str) -> Tensor:
     return places.view(*outer, columns // 64, rows, 64).transpose(-3, -2).reshape(shape)
 
 
-class Barrier:
-    """An mbarrier: a phase ends with its last arrival and its last byte."""
-
-    changed = threading.Condition()
-
-    def __init__(self) -> None:
-        self.count = self.arrivals = self.nbytes = self.phase = 0
-
-    def step(self, arrivals: int = 0, nbytes: int = 0) -> None:
-        with self.changed:
-            self.arrivals += arrivals
-            self.nbytes += nbytes
-            assert self.count and self.arrivals <= self.count, "more arrivals than the barrier was made for"
-            if self.arrivals == self.count and self.nbytes == 0:
-                self.arrivals, self.phase = 0, self.phase + 1
-                self.changed.notify_all()
-
-    def wait(self, parity: Any) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.phase % 2 != int(parity), PATIENCE):
-                raise TimeoutError("deadlock: a barrier is waited for that nobody completes")
-
-
-class Barriers(list[Barrier]):
-    def index(self, i: Any) -> Barrier:  # type: ignore[override]
-        return self[int(i)]
-
-
 class Pending:
     """A product that has been issued; `value` when it is done."""
 
@@ -123,11 +104,18 @@ class Pending:
 
 
 class Machine:
-    """Gluon's functions for one program. `late`: products read their operands when they are waited for."""
+    """Gluon's functions for one program.
 
-    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], late: bool) -> None:
-        self.program, self.grid, self.late = program, grid, late
+    `late`: products read their operands when they are waited for. `without`: a file's name and a line, whose barrier
+    orders nothing: partitions wait there, but for no accesses to shared memory.
+    """
+
+    def __init__(
+        self, program: tuple[int, ...], grid: tuple[int, ...], late: bool, without: tuple[str, int] | None
+    ) -> None:
+        self.program, self.grid, self.late, self.without = program, grid, late, without
         self.issued = threading.local()
+        self.clocks = Clocks()
         self.translated: dict[Any, Callable[..., Any]] = {}
         layouts = {
             name: (lambda *args, **options: "row")
@@ -157,20 +145,24 @@ class Machine:
             sum=lambda x, axis: x.sum(axis),
             load=self.load,
             store=self.store,
-            thread_barrier=lambda: None,
+            thread_barrier=lambda: self.orders() and self.clocks.partition.meet(),
             allocate_shared_memory=self.allocate,
             warp_specialize=self.warp_specialize,
         )
         self.mbarrier = types.SimpleNamespace(
             MBarrierLayout=lambda: "barriers",
             init=lambda barrier, count: setattr(barrier, "count", count),
-            arrive=lambda barrier: barrier.step(arrivals=1),
-            expect=lambda barrier, nbytes: barrier.step(arrivals=1, nbytes=nbytes),
-            wait=lambda barrier, phase: barrier.wait(phase),
+            arrive=lambda barrier: barrier.step(self.orders() and self.clocks.partition.one_threads(), 1),
+            expect=lambda barrier, nbytes: barrier.step(self.clocks.partition.one_threads(), 1, nbytes),
+            wait=lambda barrier, phase: barrier.wait(phase, self.orders()),
         )
         self.async_copy = types.SimpleNamespace(
-            async_copy_global_to_shared=lambda box, address, mask: box.store(self.load(address, mask, 0.0)),
-            mbarrier_arrive=lambda barrier, increment_count: barrier.step(arrivals=128),
+            async_copy_global_to_shared=lambda box, address, mask: box.store(
+                self.load(address, mask, 0.0), *self.clocks.partition.now
+            ),
+            mbarrier_arrive=lambda barrier, increment_count: barrier.step(
+                self.orders() and self.clocks.partition.every_threads(), 128
+            ),
         )
         self.tma = types.SimpleNamespace(async_copy_global_to_shared=self.fetch_box)
         self.replaced = {
@@ -183,6 +175,11 @@ class Machine:
             "warpgroup_mma_wait": self.mma_wait,
             "range": self.range,
         }
+
+    def orders(self) -> bool:
+        """Whether the barrier that the kernel calls is one that orders accesses."""
+        caller = sys._getframe(2)
+        return (os.path.basename(caller.f_code.co_filename), caller.f_lineno) != self.without
 
     @staticmethod
     def range(*bounds: Any) -> Iterator[Tensor]:
@@ -199,29 +196,32 @@ class Machine:
         at, mask = address.at(mask)
         address.memory[at[mask]] = value.to(address.memory.dtype).expand(at.shape)[mask]
 
-    @staticmethod
-    def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    def allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
-            return Barriers(Barrier() for _ in builtins.range(shape[0])) if len(shape) > 1 else Barrier()
+            barriers = Barriers(Barrier(self.clocks) for _ in builtins.range(shape[0] if len(shape) > 1 else 1))
+            return barriers if len(shape) > 1 else barriers[0]
         memory = torch.full((torch.Size(shape).numel(),), torch.nan, dtype=dtype)
-        return Shared(memory, places_of(shape, layout))
+        return Shared(memory, Accesses(self.clocks, len(memory)), places_of(shape, layout))
 
-    @staticmethod
-    def fetch_box(plane: TensorDescriptor, at: list[Any], barrier: Barrier, box: Shared) -> None:
+    def fetch_box(self, plane: TensorDescriptor, at: list[Any], barrier: Barrier, box: Shared) -> None:
         """What lies outside the plane is 0."""
         x = torch.zeros(box.places.shape, dtype=box.dtype)
         ranges = [slice(int(a), int(a) + n) for a, n in zip(at, plane.block_shape, strict=True)]
         inside = plane.base[tuple(ranges)]
         x[tuple(slice(n) for n in inside.shape)] = inside
-        box.store(x)
-        barrier.step(nbytes=-x.numel() * x.itemsize)
+        box.store(x, barrier.agent, barrier.phase)
+        barrier.step(self.clocks.partition.one_threads(), nbytes=-x.numel() * x.itemsize)
 
     def mma(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Pending:
         assert is_async
+        agent = self.clocks.issue()
+        for operand in (a, b):
+            if isinstance(operand, Shared):
+                operand.accesses.note(operand.places, False, *agent)
 
         def compute() -> Tensor:
-            left, before = (a.load() if isinstance(a, Shared) else a), acc.value if isinstance(acc, Pending) else acc
-            product = left.float() @ b.load().float()
+            left, before = (a.values() if isinstance(a, Shared) else a), acc.value if isinstance(acc, Pending) else acc
+            product = left.float() @ b.values().float()
             return product + before if use_acc else product
 
         result = Pending(compute)
@@ -237,26 +237,32 @@ class Machine:
             done = queue.pop(0)
             if done.value is None:
                 done.value = done.compute()
+        self.clocks.finish(len(queue))
         values = tuple(x.value if isinstance(x, Pending) else x for x in deps)
         assert all(value is not None for value in values), "used before it is done"
         return values if len(values) > 1 else values[0]
 
     def warp_specialize(self, parts: list[Any], num_warps: list[int], registers: list[int]) -> None:
-        failures: list[BaseException] = []
+        failures = self.clocks.stopped
+        partitions = self.clocks.split(len(parts))
 
-        def run(function: Any, args: Any) -> None:
+        def run(partition: Partition, function: Any, args: Any) -> None:
+            self.clocks.here.partition = partition
             try:
                 function(*args)
             except BaseException as error:
-                failures.append(error)
+                with Barrier.changed:
+                    failures.append(error)
+                    Barrier.changed.notify_all()
 
-        threads = [threading.Thread(target=run, args=part) for part in parts]
+        threads = [threading.Thread(target=run, args=(p, *part)) for p, part in zip(partitions, parts, strict=True)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if failures:
             raise failures[0]
+        self.clocks.join(partitions)
 
     def translate(self, function: Any) -> Callable[..., Any]:
         """A kernel's code with other globals."""
@@ -286,8 +292,8 @@ def at_run_time(x: Any) -> Any:
 class Kernel:
     """Stands in for a jit function: `kernel[grid](...)`, one program after the other."""
 
-    def __init__(self, function: Any, late: bool) -> None:
-        self.function, self.late = function, late
+    def __init__(self, function: Any, late: bool, without: tuple[str, int] | None = None) -> None:
+        self.function, self.late, self.without = function, late, without
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         grid = (*grid, 1, 1)[:3]
@@ -295,6 +301,6 @@ class Kernel:
         def launch(*args: Any, num_warps: int, **options: Any) -> None:
             args = tuple(map(at_run_time, args))
             for program in itertools.product(*map(builtins.range, grid)):
-                Machine(program, grid, self.late).translate(self.function)(*args, **options)
+                Machine(program, grid, self.late, self.without).translate(self.function)(*args, **options)
 
         return launch

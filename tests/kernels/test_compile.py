@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +61,49 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
             _, signature, constants, attributes = self._pack_args(backend, options, bound, specialization, {})
             source = GluonASTSource if self.is_gluon() else ASTSource
             made = triton.compile(source(self, signature, constants, attributes), target=target, options=options)
+            check_arrivals(made.asm["ptx"])
+            assert not self.__name__.startswith("_gated_delta") or sums_are_alike(made.asm["ptx"]), self.__name__
             # Triton 3.6's products of whole warp groups read outside of shared memory in a loop that has one stage
             assert self.is_gluon() or made.metadata.num_stages > 1 or "wgmma" not in made.asm["ptx"], self.__name__
 
     JITFunction.run = run
     return seen
+
+
+def check_arrivals(ptx: str) -> None:
+    """Where one thread arrives at an mbarrier for others, they all have met it since they used shared memory.
+
+    Gluon does not say so; `gluon_clocks.py` takes it as given.
+    """
+    of_each, uses = r"mbarrier\.arrive\.(noinc|expect_tx)", r"mbarrier\.arrive|shared|matrix|wgmma|bar\.(warp\.)?sync"
+    lines = [line for line in ptx.splitlines() if re.search(uses, line) and not re.search(of_each, line)]
+    for before, line in itertools.pairwise(lines):
+        assert "mbarrier.arrive" not in line or re.search(r"bar\.(warp\.)?sync", before), (before, line)
+
+
+def sums_are_alike(ptx: str) -> bool:
+    """Whether no lane adds a product of its own, unrounded, to what it gets of another lane's.
+
+    Else the lanes' copies of a sum differ in their last bit, and racecheck reports where one of them is stored.
+    """
+    exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
+    return exchanged.isdisjoint(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
+
+
+def test_sums_that_differ_by_lane_are_found():
+    exchange = "shfl.sync.bfly.b32 \t%r2, %r1, 16, 31, -1;"
+    assert sums_are_alike("\n".join([exchange, "add.f32 %r3, %r1, %r2;"]))
+    assert sums_are_alike("\n".join([exchange, "fma.rn.f32 \t%r3, %r4, %r4, %r5;"]))
+    assert not sums_are_alike("\n".join([exchange, "fma.rn.f32 \t%r3, %r4, %r4, %r2;"]))
+
+
+def test_arrivals_without_a_barrier_are_found():
+    arrive, store = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];", "st.shared.b32 [%r2], %r3;"
+    check_arrivals("\n".join([store, "bar.sync 0, 128;", "add.f32 %r4, %r4, %r4;", arrive]))
+    check_arrivals("\n".join([store, "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 9;"]))
+    for use in (store, "wgmma.wait_group.sync.aligned 0;", "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1}, [%r2];"):
+        with pytest.raises(AssertionError):
+            check_arrivals("\n".join(["bar.sync 0, 128;", use, arrive]))
 
 
 def launch_every_kernel() -> None:

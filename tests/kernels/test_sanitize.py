@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from kernels.sanitize import HOPPER, TOOLS, is_handing_over, sanitize
+from kernels.sanitize import SOURCES, TOOLS, is_handing_over, main, sanitize
 
 
 @pytest.fixture
@@ -39,22 +40,72 @@ def test_only_a_run_that_was_watched_and_is_clean_passes(sanitizer, tmp_path, an
     assert {name.split()[0] for name in sanitize(sanitizer, [], ["cases"])} == failing
 
 
-def report(second: str = "gl.warp_specialize(", end: str = "launched it\n") -> str:
-    """As racecheck has it, of a read without a line of its own and of a write in the line that begins so."""
-    lines = [line.lstrip() for line in HOPPER.read_text().splitlines()]
-    first, other = (next(i for i, x in enumerate(lines, 1) if x.startswith(text)) for text in ("def _att", second))
-    return (
-        f"========= Error: Race reported between Read access at it+0x270 in {HOPPER.name}:{first}\n"
-        f"=========     and Write access at it+0xe390 in {HOPPER.name}:{other} [54 hazards]\n========= \n"
-        f"{end}========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
-    )
+def line(name: str, text: str) -> str:
+    lines = (SOURCES / name).read_text().splitlines()
+    return f"{name}:{next(i for i, x in enumerate(lines, 1) if x.lstrip().startswith(text))}"
 
 
-def test_the_handing_over_of_work_is_known_by_its_lines(sanitizer, tmp_path):
-    assert is_handing_over(report())
-    assert not is_handing_over(report(second="mbarrier.init"))
-    assert not is_handing_over(report(end=""))  # a result is wrong
-    assert not is_handing_over(report().replace(HOPPER.name, "attention.py"))
-    assert not is_handing_over("launched it\n========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n")
-    (tmp_path / "cases").write_text(f"[ $kind = ERROR ] && {CLEAN} || {{ cat <<'X'\n{report()}X\nexit 9; }}\n")
+def summary(reports: int) -> str:
+    return f"launched it\n========= RACECHECK SUMMARY: {reports} hazards displayed ({reports} errors, 0 warnings)\n"
+
+
+def report(*accesses: str) -> str:
+    """As racecheck has it: "Read _kernel file.py:line" and others."""
+    first, *others = (re.sub(r"(\w+) (\w+) (.*)", r"\1 access at \2+0x19af0 in \3", access) for access in accesses)
+    last = "".join(f"=========     and {other} [54 hazards]\n" for other in others)
+    return f"========= Error: Race reported between {first}\n{last}========= \n"
+
+
+CONSUME = "mla_hopper_consume.py"
+TASK = report(
+    f"Read _attention_hopper {line('attention_hopper.py', 'def _attention_hopper(')}",
+    f"Write _attention_hopper {line('attention_hopper.py', 'gl.warp_specialize(')}",
+)
+STORE, LOAD = (f"_mla_hopper {line(CONSUME, text)}" for text in ("m_row.store(", "m = m_row.load("))
+SHRINK = f"_mla_hopper {line(CONSUME, 'shrink = shrink_row.load(')}"
+SUMS, OTHER_SUMS = (f"_mla_hopper {line(CONSUME, f'{text}sums.index(')}" for text in ("", "l += "))
+HANDOVERS = [
+    TASK,
+    report(f"Write {STORE}", f"Read {LOAD}", f"Read {LOAD}"),
+    report(f"Read {LOAD}", f"Write {STORE}"),
+    report(f"Write {SUMS}", f"Read {OTHER_SUMS.replace(CONSUME, 'mla_hopper.py')}"),  # that of partition 0
+]
+RACES = {
+    "no lines of tasks": TASK.replace(line("attention_hopper.py", "gl.warp_specialize("), "attention_hopper.py:1"),
+    "no kernel with partitions": TASK.replace("_attention_hopper", "_attention"),
+    "another kernel's lines": TASK.replace("_attention_hopper", "_mla_hopper"),
+    "a task and a value": report(f"Write {STORE}", f"Read _mla_hopper {line('mla_hopper.py', 'def _mla_hopper(')}"),
+    "values of two kinds": report(f"Write {STORE}", f"Read {SHRINK}"),
+    "also values of two kinds": report(f"Write {STORE}", f"Read {LOAD}", f"Read {SHRINK}"),
+    "two stores": report(f"Write {STORE}", f"Write {STORE}"),
+    "the producer's": report(f"Write {STORE}", f"Read {LOAD}").replace(CONSUME, "mla_hopper_produce.py"),
+    "the probabilities": report(
+        f"Write _mla_hopper {line(CONSUME, 'p_tile.store(')}", f"Read _mla_hopper {line(CONSUME, 'p = p_tile.load(')}"
+    ),
+    "an access without a line": report(f"Write {STORE}", f"Read {LOAD}")
+    + "=========     and Read access at _mla_hopper+0x8e60 [2 hazards]\n",
+    "of one instruction": report(*["Write _gated_delta_chunks gated_delta_chunk.py:146"] * 2),
+}
+
+
+def test_handovers_between_partitions_are_known_by_their_lines(sanitizer, tmp_path):
+    assert all(is_handing_over(one + summary(1)) for one in HANDOVERS)
+    output = "".join(HANDOVERS) + summary(len(HANDOVERS))
+    assert is_handing_over(output)
+    assert not is_handing_over(output.replace("launched it\n", ""))  # a result is wrong
+    assert not is_handing_over("".join(HANDOVERS) + summary(len(HANDOVERS) + 1))  # one is not shown
+    assert not is_handing_over(summary(0))
+    (tmp_path / "cases").write_text(f"[ $kind = ERROR ] && {CLEAN} || {{ cat <<'X'\n{output}X\nexit 9; }}\n")
     assert not sanitize(sanitizer, [], ["cases"])
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_all_else_is_a_race(name):
+    assert "access at" in RACES[name] and RACES[name] not in HANDOVERS
+    assert not is_handing_over(RACES[name] + summary(1))
+    assert not is_handing_over("".join(HANDOVERS) + RACES[name] + summary(len(HANDOVERS) + 1))
+
+
+def test_only_groups_that_there_are_can_be_asked_for():
+    with pytest.raises(SystemExit, match="no groups: nothing; there are .*latent_attentions"):
+        main(["states", "nothing"])
