@@ -55,7 +55,7 @@ class Region:
             return not heads and not elements
         full_heads = plane.heads == 1 if not heads else self._full(heads, plane.heads)
         full_dim = plane.dim == 1 if not elements else self._full(elements, plane.dim)
-        return full_heads and full_dim and (not heads or not elements or heads < elements)
+        return full_heads and full_dim and (not heads or not elements or max(heads) < min(elements))
 
     def _full(self, at: list[int], size: int) -> bool:
         """Do these dimensions, one inside the other, step through all of an axis?"""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .internals import guard_or_false
 from .regions import ROW_AXES, Region, Size
 from .report import RewriteError
 
@@ -53,14 +54,15 @@ class Selection:
         tokens = self.tokens
         order = tokens + [i for i in range(len(self.labels)) if i not in tokens]
         shape = [self.shape[i] for i in order]
-        found = rows if len(tokens) == 1 and len(shape) == rows.dim() else rows.view(shape)
+        flat = len(tokens) == 1 and tuple(shape[1:]) == rows.shape[1:]
+        found = rows if flat else rows.view(shape)
         return found if order == sorted(order) else found.permute([order.index(i) for i in range(len(order))])
 
     def slots(self, page_table: Tensor | None, device: torch.device) -> Tensor:
         """The physical slot of every token, ``[N]``; -1, which the operators skip, for an index out of range."""
         plane, outside = self.region.plane, []
         at: dict[str, Any] = {}
-        for axis in "BST":
+        for axis in "BST1x":
             at[axis], found = self._positions(axis, device)
             outside += found
         if not plane.paged:
@@ -76,7 +78,8 @@ class Selection:
         if outside:
             slots = slots.masked_fill(functools.reduce(operator.or_, outside), -1)
         shape = [self.shape[i] for i in self.tokens] or [1]
-        return slots if len(shape) == slots.dim() == 1 else slots.expand(shape).reshape(-1)
+        ready = slots.dim() == len(shape) == 1 and guard_or_false(slots.shape[0] == shape[0])
+        return slots if ready else slots.expand(shape).reshape(-1)
 
     def _positions(self, axis: str, device: torch.device) -> tuple[Any, list[Tensor]]:
         """Where along an axis every token lies, and for every index along it, which are out of range.
@@ -86,6 +89,8 @@ class Selection:
         position, outside = self.region.start.get(axis, 0), []
         for n in self.region.find(axis):
             index, dim = self.indices.get(n), self.region.dims[n]
+            if index is None and dim.step == 0:  # it stays at one token
+                continue
             if index is None:
                 along = torch.arange(dim.size, device=device)
                 behind = self._behind(self.labels.index(("d", n)))

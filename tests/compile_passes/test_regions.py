@@ -133,6 +133,7 @@ OUTSIDE: dict[str, tuple[str, Callable[..., Any], list[int]]] = {
     "behind the last row": ("BSHD", lambda c, x, at: set_to(c, (at, 5), x), [3, -4]),
     "behind a flat view": ("BSHD", lambda c, x, at: set_to(c.view(-1, HEADS, DIM), at, x), [3 * 14, -3 * 14 - 1]),
     "behind a part of the slots": ("SHD", lambda c, x, at: set_to(c[2:5], at, x), [7, 3, -4]),
+    "behind a view of one slot": ("SHD", lambda c, x, at: set_to(c[11:12], at - 1, x), [2, -1, 6]),
     "behind the last slot": ("SHD", lambda c, x, at: set_to(c, at, x), [18, 19, 1 << 40]),
     "a slot behind a page": ("SHD", lambda c, x, at: set_to(c[:16].view(4, 4, HEADS, DIM), (at - at, at), x), [4, -5]),
     "counted back by index_copy": ("SHD", lambda c, x, at: c.index_copy_(0, at, x.expand(len(at), HEADS, DIM)), [-1]),
@@ -174,6 +175,7 @@ READS: dict[str, tuple[str, Callable[..., Tensor], list[int]]] = {
     "index_select": ("SHD", lambda c, at: c[:16].index_select(0, at), [1, 16, -1, 15]),
     "gather": ("SHD", lambda c, at: c.gather(0, at.view(-1, 1, 1).expand(-1, HEADS, DIM)), [-1, 17, 18]),
     "positions": ("BSHD", lambda c, at: c[1:, at].transpose(0, 1), [13, 14, -14, -15]),
+    "index of one slot": ("SHD", lambda c, at: c[11:12][at], [0, -1, 1, 5]),
 }
 
 
