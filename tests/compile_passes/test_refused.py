@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import pm_ops
 from pm_ops.compile_passes import RewriteError, register_store_op
 
 HEADS, DIM = 2, 8
@@ -103,6 +104,23 @@ def test_a_write_that_is_not_exact_is_refused(paged: Any, form: Callable[..., No
     assert torch.equal(twins.pool.buffer, before)
     assert len(twins.binding.report().refused) == 1
     assert "refused:" in str(twins.binding.report())
+
+
+@pytest.mark.parametrize("form", ["SHD", "BHSD"])
+def test_the_pool_by_hand_beside_its_caches_is_refused(paged: Any, form: str) -> None:
+    """A write to a cache may be recorded later than it stands, with its partner; a graph has no input twice."""
+    pools: list[Any] = []
+
+    def by_hand(k: Tensor, v: Tensor, x: Tensor, y: Tensor, at: Tensor) -> None:
+        k.zero_()
+        pm_ops.load_kv(pools[0], 0, at, "key") if form == "SHD" else pools[1].page_table.sum()  # this line
+
+    twins = paged(form=form, write=by_hand, read=gather)
+    pools += [twins.pool, twins.binding]
+    used = "buffer" if form == "SHD" else "page table"
+    message = f"(?s)RewriteError: beside bound caches the model uses the {used} of the pool.*# this line"
+    with torch.no_grad(), pytest.raises(Exception, match=message):
+        twins.compiled(torch.randn(3, HEADS, DIM), torch.tensor([1, 7, 2]))
 
 
 def dense_math(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
