@@ -187,9 +187,10 @@ class RopeStorePass(CustomGraphPass):
         self._tell(unfused, rotated, len(plans))
 
     def _tell(self, unfused: dict[str, str], rotated: Node | None, fused: int) -> None:
-        said = [f"{layer}: {reason}" for layer, reason in unfused.items() if layer not in self.report.unfused]
+        known = {} if self.strict else self.report.unfused  # a warning says each layer once
+        said = [f"{layer}: {reason}" for layer, reason in unfused.items() if layer not in known]
         self.report.unfused |= unfused
-        if rotated is not None and not self.report.split:
+        if rotated is not None and (self.strict or not self.report.split):
             self.report.split = f"a graph rotates keys and stores none, in {user_line(rotated)}\n{self.remedy}"
             said.append(self.report.split)
         self.log.info("rope_store_kv: %s", self.report)

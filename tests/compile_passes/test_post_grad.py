@@ -383,11 +383,14 @@ def test_where_fusion_would_be_wrong_the_graph_stays_and_a_warning_says_why(name
     assert "test_post_grad.py" in record.message  # the user's line
 
 
-def test_strict_raises_where_a_layer_is_left() -> None:
+def test_strict_raises_every_time_where_a_layer_is_left() -> None:
+    """An engine may catch the error, and compile or call anew."""
     compiled = Compiled(key_changed_before_the_store, strict=True)
-    with pytest.raises(Exception, match="strict: without it") as caught, torch.no_grad():
-        compiled.compiled(*inputs(), *FORMS["llama"].tensors)
-    assert any(isinstance(e, RewriteError) for e in (caught.value, caught.value.__cause__, caught.value.__context__))
+    for _ in range(2):
+        with pytest.raises(Exception, match="strict: without it") as caught, torch.no_grad():
+            compiled.compiled(*inputs(), *FORMS["llama"].tensors)
+        errors = (caught.value, caught.value.__cause__, caught.value.__context__)
+        assert any(isinstance(e, RewriteError) for e in errors)
 
 
 @pytest.mark.parametrize("by_operator", [False, True])
