@@ -194,6 +194,43 @@ def test_materialize_on_request_is_eagers(paged: Any, form: Callable[..., Tensor
     assert twins.binding.report().materialized >= 2
 
 
+def scores_by_hand(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    query = out.mean() * torch.arange(1.0, 1 + DIM).expand(2, HEADS, 3, DIM)
+    return torch.softmax(query @ k.transpose(2, 3), -1) @ v
+
+
+def heads_and_tokens_flat(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    return k.flatten(0, 1) * 2 - v.flatten(0, 1)[1:].sum()
+
+
+def tokens_and_heads_flat(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    return k.flatten(-3, -2) * 2 - v.flatten(-3, -2)[..., 1:, :].sum()
+
+
+WHOLE: list[tuple[str, Callable[..., Any], Callable[..., Tensor]]] = [
+    ("BHSD", lambda k, v, x, y, at: (k.index_copy_(2, at, x), v.index_copy_(2, at, y)), scores_by_hand),
+    ("BHSD", lambda k, v, x, y, at: k.index_copy_(2, at, x), heads_and_tokens_flat),
+    ("BSHD", lambda k, v, x, y, at: v.index_copy_(1, at, x.transpose(1, 2)), tokens_and_heads_flat),
+    (
+        "PSHD",
+        lambda k, v, x, y, at: k.view(-1, HEADS, DIM).index_copy_(0, at, x[0].transpose(0, 1)),
+        tokens_and_heads_flat,
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "write", "read"), WHOLE, ids=lambda x: getattr(x, "__name__", x))
+def test_a_cache_whose_axes_a_view_mixes_is_materialized_whole(
+    paged: Any, form: str, write: Callable[..., Any], read: Callable[..., Tensor]
+) -> None:
+    """As attention by hand does, which multiplies matrices of all sequences and heads."""
+    twins = paged(form=form, write=write, read=read, on_unsupported_read="materialize")
+    for at in ([1, 7, 2], [13, 0, 4]):
+        twins.check(torch.randn(2, HEADS, 3, DIM), torch.tensor(at))
+    twins.check_pages()
+    assert "load_kv of the whole cache" in str(twins.binding.report())
+
+
 def test_a_copy_between_caches_is_materialized_on_request(paged: Any) -> None:
     twins = paged(form="SHD", write=from_another_cache, read=gather, on_unsupported_read="materialize")
     twins.check(torch.randn(3, HEADS, DIM), torch.tensor([1, 7, 2]))
