@@ -257,6 +257,25 @@ def test_a_slice_that_becomes_empty_at_the_end_is_eagers(paged: Any) -> None:
     twins.check_pages()
 
 
+def test_parts_that_begin_elsewhere_have_slots_of_their_own(paged: Any) -> None:
+    """Of one index, in parts of one shape: K's and V's rows lie side by side, and are not."""
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k, self.v = [torch.randn(20, HEADS, DIM)], [torch.randn(20, HEADS, DIM)]
+
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            k, v = self.k[0][2:6], self.v[0][3:7]
+            k[at], v[at] = x, x * 2
+            return k[at] + v[at - 1]
+
+    twins = paged(Parts(), pages=5)
+    for at in ([1, 0, 3], [2, 3, 1]):
+        twins.check(torch.randn(3, HEADS, DIM), torch.tensor(at), exact=True)
+    twins.check_pages()
+
+
 def test_rows_and_slots_that_change_between_two_writes_are_written_as_they_were(paged: Any) -> None:
     class Changing(torch.nn.Module):
         def __init__(self) -> None:
