@@ -23,7 +23,7 @@ from .internals import (
     storage_key,
     wants_gradient,
 )
-from .report import Entry, RewriteError
+from .report import Entry, RewriteError, user_line
 from .rewriter import Rewriter
 from .rope_store import fuse_rope_stores
 from .trace import cache_fake, capture, finish, fresh_fakes, is_plain_mode, plain_mode, record, static_fake
@@ -78,6 +78,7 @@ class PageMajorBackend:
                 "the model is called with gradients enabled, and a cache in pages has none; call it under "
                 "torch.no_grad() or torch.inference_mode()"
             )
+        self._check_pool(gm, inputs)
         new, entries = self._rewrite(gm, inputs, bound)
         self._check_touched(entries, gm)
         guard_modules()
@@ -94,6 +95,19 @@ class PageMajorBackend:
     def _added(self) -> list[Tensor]:
         table = self.binding.page_table
         return [self.binding.buffer, *([] if table is None else [table])]
+
+    def _check_pool(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        """Bound caches' accesses are put in order with each other, not with what a model does to the pool by hand."""
+        names = dict(zip(map(storage_key, self._added()), ("buffer", "page table"), strict=False))
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        for n, x in zip(placeholders, inputs, strict=True):
+            name = names.get(storage_key(x)) if isinstance(x, Tensor) and x.layout is torch.strided else None
+            if name is not None:
+                raise RewriteError(
+                    f"beside bound caches the model uses the {name} of the pool that they lie in; write and read the "
+                    "caches there, or call operators on the pool by hand in another compiled function, or behind a "
+                    f"graph break\n  in {user_line(next(iter(n.users), n))}"
+                )
 
     def _rewrite(
         self, gm: GraphModule, inputs: Sequence[Any], bound: dict[int, int]

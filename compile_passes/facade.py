@@ -55,6 +55,17 @@ class Facade(torch.Tensor):
     def as_subclass(self, cls: Any) -> Any:  # noqa: D102
         _refuse(torch.Tensor.as_subclass, (self,), {})
 
+    # Dynamo cannot follow a subclass into tensor methods that are written in Python; into functions it can.
+
+    def split(self, split_size: Any, dim: int = 0) -> Any:  # noqa: D102
+        return torch.split(self, split_size, dim)
+
+    def unflatten(self, dim: Any, sizes: Any) -> Any:  # noqa: D102
+        return torch.unflatten(self, dim, sizes)
+
+    def norm(self, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:  # noqa: D102
+        return torch.norm(self, p, dim, keepdim, dtype=dtype)
+
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Facade({self.label}, {list(self.shape)}, {self.dtype}, {self.device}; the data is in pages)"
 

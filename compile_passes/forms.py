@@ -78,6 +78,16 @@ class CachePlane:
             axes = [("S", self.stride[1], self.shape[0] * self.shape[1]), *axes[2:]]
         return sorted((a for a in axes if a[2] > 1), key=lambda a: -a[1])
 
+    @property
+    def gapless(self) -> bool:
+        """Does nothing else lie between its elements?"""
+        run = 1
+        for _, stride, size in reversed(self.axes):
+            if stride != run:
+                return False
+            run *= size
+        return True
+
     def merged(self, outer: str, inner: str) -> bool:
         """Do two axes step through memory as one?"""
         if outer not in self.form or inner not in self.form:

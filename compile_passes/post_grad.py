@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ import pm_ops.ops.rope
 
 from . import functional_store
 from .emit import Emitter
+from .engine_ops import NORM_OPS, ROTARY_OPS
 from .functional_rotary import put_back, unwrap
 from .internals import has_effect, is_view, overloads, storage_key
 from .report import RewriteError, user_line
@@ -187,9 +189,10 @@ class RopeStorePass(CustomGraphPass):
         self._tell(unfused, rotated, len(plans))
 
     def _tell(self, unfused: dict[str, str], rotated: Node | None, fused: int) -> None:
-        said = [f"{layer}: {reason}" for layer, reason in unfused.items() if layer not in self.report.unfused]
+        known = {} if self.strict else self.report.unfused  # a warning says each layer once
+        said = [f"{layer}: {reason}" for layer, reason in unfused.items() if layer not in known]
         self.report.unfused |= unfused
-        if rotated is not None and not self.report.split:
+        if rotated is not None and (self.strict or not self.report.split):
             self.report.split = f"a graph rotates keys and stores none, in {user_line(rotated)}\n{self.remedy}"
             said.append(self.report.split)
         self.log.info("rope_store_kv: %s", self.report)
@@ -216,16 +219,27 @@ class RopeStorePass(CustomGraphPass):
         if other is None:
             return None
         found = hashlib.sha256(repr((self.geometry, self.strict, other)).encode())
-        for op, to in sorted(FUSED_STORES.items(), key=lambda item: str(item[0])):
+        for op, to in sorted(FUSED_STORES.items(), key=_named):
             found.update(f"{op._schema} {to.fused._schema}".encode())
+        layers = {op: to.layer for op, to in FUSED_STORES.items()}
+        for operators in (layers, NORM_OPS, ROTARY_OPS):
+            for op, adapter in sorted(operators.items(), key=_named):
+                found.update(f"{op} {adapter.__module__}.{getattr(adapter, '__qualname__', type(adapter))}".encode())
+                file = getattr(sys.modules.get(adapter.__module__), "__file__", None)
+                found.update(b"" if file is None else Path(file).read_bytes())
         for path in self.sources():
             found.update(path.read_bytes())
         return found.hexdigest()
 
     @staticmethod
     def sources() -> list[Path]:
-        """The files that decide what a graph becomes."""
+        """The files that decide what a graph becomes, apart from those of registered operators' adapters."""
         return [*sorted(Path(__file__).parent.glob("*.py")), Path(pm_ops.ops.rope.__file__)]
+
+
+def _named(registered: tuple[Any, Any]) -> str:
+    """Of an operator and what it is registered with, the operator's name."""
+    return str(registered[0])
 
 
 def _uuid_of(given: Any) -> Any:

@@ -6,6 +6,7 @@ A view's every dimension steps along one axis of its cache; that tells what ``k[
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class Region:
             return not heads and not elements
         full_heads = plane.heads == 1 if not heads else self._full(heads, plane.heads)
         full_dim = plane.dim == 1 if not elements else self._full(elements, plane.dim)
-        return full_heads and full_dim and (not heads or not elements or heads < elements)
+        return full_heads and full_dim and (not heads or not elements or max(heads) < min(elements))
 
     def _full(self, at: list[int], size: int) -> bool:
         """Do these dimensions, one inside the other, step through all of an axis?"""
@@ -93,18 +94,24 @@ def locate(view: Tensor, planes: Sequence[CachePlane]) -> Region:
 
 def whole(plane: CachePlane) -> Region:
     """All of a cache."""
-    dims = tuple(Dim("1", 0, 1) if n == 1 else Dim(axis, 1, n) for axis, n in zip(plane.form, plane.shape, strict=True))
-    return Region(plane, dims, dict.fromkeys(plane.form, 0))
+    steps = {"P": ("S", plane.size("S"))}  # pages are slots, too
+    dims = [
+        Dim("1", 0, 1) if n == 1 else Dim(*steps.get(axis, (axis, 1)), n)
+        for axis, n in zip(plane.form, plane.shape, strict=True)
+    ]
+    return Region(plane, tuple(dims), dict.fromkeys(plane.form, 0))
 
 
-def state_of(view: Tensor, planes: Sequence[CachePlane]) -> CachePlane | None:
-    """The states of sequences that a view lies in, whatever its dimensions are, where these states have no gaps."""
-    for plane in planes:
-        first, size = view.storage_offset() - plane.storage_offset, plane.shape[0] * plane.heads * plane.dim
-        last = first + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
-        gapless = plane.stride == (plane.heads * plane.dim, plane.dim, 1)
-        if plane.state_of_sequence and gapless and view.dtype == plane.dtype and first >= 0 and last < size:
-            return plane
+def around(view: Tensor, planes: Sequence[CachePlane]) -> CachePlane | None:
+    """The cache that a view lies in, whatever the view's dimensions are, where the cache has no gaps."""
+    try:
+        for plane in planes:
+            first = view.storage_offset() - plane.storage_offset
+            last = first + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+            if plane.gapless and view.dtype == plane.dtype and first >= 0 and last < math.prod(plane.shape):
+                return plane
+    except DataDependent:
+        pass
     return None
 
 

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+import pm_ops
 from pm_ops.layout import counted
 
 from .internals import operator_name
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?P<code>.*)')
-_FACADE = os.path.join("compile_passes", "facade.py")  # compiled code passes through there; the caller is meant
+# Compiled code passes through there, and through the core's functions; the caller is meant.
+_FACADE = os.path.join("compile_passes", "facade.py")
+_CORE = os.path.dirname(pm_ops.__file__)
 _PACKAGES = re.compile(r"^\S.*?/(?:site|dist)-packages/")
 
 
@@ -27,7 +30,11 @@ class RewriteError(RuntimeError):
 
 def user_line(node: Node) -> str:
     """``file:line: code`` of the statement that a graph node comes from, as its author wrote it."""
-    frames = [m for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if not m["file"].endswith(_FACADE)]
+    frames = [
+        m
+        for m in _FRAME.finditer(node.meta.get("stack_trace") or "")
+        if not m["file"].endswith(_FACADE) and os.path.dirname(m["file"]) != _CORE
+    ]
     if not frames:
         return f"graph node {node.name} ({form_of(node)})"
     last = frames[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from .engine_ops import ENGINE_OPS, ROTARY_OPS
 from .forms import CachePlane
 from .internals import asks_metadata, is_mutable, is_view, storage_key, written
 from .page_ops import PageOps
-from .regions import Region, locate, state_of, whole
+from .regions import Region, around, locate, whole
 from .report import RewriteError, form_of, user_line
 from .rotary_ops import Call, rotate
 from .rules import READS, WRITES
@@ -155,7 +155,7 @@ class Rewriter(Interpreter):
 
     def locate(self, view: Tensor) -> Region:
         """Which part of which cache a view covers."""
-        return locate(view, self.binding.storage_planes(self._storages[storage_key(view)]))
+        return locate(view, self._planes(view))
 
     def fallback(self, n: Node, reason: str) -> Any:
         """Run a node on dense copies of the caches it reads, if that was asked for; raise RewriteError if not."""
@@ -202,26 +202,42 @@ class Rewriter(Interpreter):
     def materialize(self, view: Tensor) -> Tensor:
         """A dense copy of what a view of a cache covers, with its dimensions in the same order in memory.
 
-        States of sequences are gathered whole, once until they are written again.
+        States of sequences are gathered whole, and so is a cache of which the view is no choice of tokens.
         """
         plane = self._state(view)
         if plane is None:
-            region = self.locate(view)
-            dense = self.pages.load(select(region, []))
-            self.pages.note("materialize", (region.plane,), "load_kv of the whole view")
-            return laid_out(dense, in_memory_order(view))
-        key = ("state", plane, self.pages.writes.get(plane))
-        states = self.pages.once(key, view, lambda: self.pages.load(select(whole(plane), [])))
-        self.pages.note("read", (plane,), "load_kv of the states")
-        if view.numel() == states.numel() and view.is_contiguous():
-            return states.view(view.shape)
-        return states.as_strided(view.shape, view.stride(), view.storage_offset() - plane.storage_offset)
+            try:
+                selection = select(self.locate(view), [])
+            except RewriteError:
+                plane = around(view, self._planes(view))
+                if plane is None:
+                    raise
+            else:
+                dense = self.pages.load(selection)
+                self.pages.note("materialize", (selection.region.plane,), "load_kv of the whole view")
+                return laid_out(dense, in_memory_order(view))
+        dense = self._gathered(plane, view)
+        action, what = ("read", "states") if plane.state_of_sequence else ("materialize", "whole cache")
+        self.pages.note(action, (plane,), f"load_kv of the {what}")
+        if view.numel() == dense.numel() and view.is_contiguous() and dense.is_contiguous():
+            return dense.view(view.shape)
+        return dense.as_strided(view.shape, view.stride(), view.storage_offset() - plane.storage_offset)
+
+    def _gathered(self, plane: CachePlane, view: Tensor) -> Tensor:
+        """All of a cache without gaps, every element where it is in there, once until something is written."""
+        order = sorted(range(len(plane.shape)), key=lambda i: -plane.stride[i])
+        make = lambda: laid_out(self.pages.load(select(whole(plane), [])), order)  # noqa: E731
+        return self.pages.once(("whole", plane, self.pages.writes.get(plane)), view, make)
 
     def _state(self, view: Any) -> CachePlane | None:
         """The states of sequences that a view lies in. A model reads them whole, to make the next ones of them."""
         if not isinstance(view, Tensor):
             return None
-        return state_of(view, self.binding.storage_planes(self._storages[storage_key(view)]))
+        return around(view, [p for p in self._planes(view) if p.state_of_sequence])
+
+    def _planes(self, view: Tensor) -> Sequence[CachePlane]:
+        """The caches in a view's storage."""
+        return self.binding.storage_planes(self._storages[storage_key(view)])
 
 
 @contextmanager

@@ -100,11 +100,11 @@ def apart(a: Tensor, b: Tensor) -> bool:
     for x in (a, b):
         stride, start = x.stride(0), x.storage_offset()
         width = sum((n - 1) * st for n, st in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
-        if not all(isinstance(v, int) for v in (stride, start, width)) or start % stride + width > stride:
+        if not all(isinstance(v, int) for v in (stride, start, width)) or not stride or start % stride + width > stride:
             return False
-        spans.append((stride, start // stride, start % stride, width))
-    (stride, row, first, width), (other, other_row, second, other_width) = spans
-    return (stride, row) == (other, other_row) and (first + width <= second or second + other_width <= first)
+        spans.append((stride, start % stride, start % stride + width))
+    (stride, first, end), (other, other_first, other_end) = spans
+    return stride == other and (end <= other_first or other_end <= first)
 
 
 def put_back(emit: Emitter, left: Iterable[tuple[Node, Call]]) -> None:

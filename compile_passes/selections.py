@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pm_ops.ops import _common
 
+from .internals import guard_or_false
 from .regions import ROW_AXES, Region, Size
 from .report import RewriteError
 
@@ -56,7 +57,8 @@ class Selection:
         tokens = self.tokens
         order = tokens + [i for i in range(len(self.labels)) if i not in tokens]
         shape = [self.shape[i] for i in order]
-        found = rows if len(tokens) == 1 and len(shape) == rows.dim() else rows.view(shape)
+        flat = len(tokens) == 1 and tuple(shape[1:]) == rows.shape[1:]
+        found = rows if flat else rows.view(shape)
         return found if order == sorted(order) else found.permute([order.index(i) for i in range(len(order))])
 
     def slots(self, page_table: Tensor | None, device: torch.device) -> Tensor:
@@ -67,7 +69,7 @@ class Selection:
         plane = self.region.plane
         outside: list[Tensor] = []
         refused: list[Tensor] = []
-        at = {axis: self._positions(axis, device, outside, refused) for axis in "BST"}
+        at = {axis: self._positions(axis, device, outside, refused) for axis in "BST1x"}
         if not plane.paged:
             slots = at["S"] if isinstance(at["S"], Tensor) else torch.full((1,), at["S"], device=device)
         else:
@@ -83,7 +85,8 @@ class Selection:
         if refused:
             slots = slots.masked_fill(functools.reduce(operator.or_, refused), plane.geometry[4] * plane.page_size)
         shape = [self.shape[i] for i in self.tokens] or [1]
-        return slots if len(shape) == slots.dim() == 1 else slots.expand(shape).reshape(-1)
+        ready = slots.dim() == len(shape) == 1 and guard_or_false(slots.shape[0] == shape[0])
+        return slots if ready else slots.expand(shape).reshape(-1)
 
     def _positions(self, axis: str, device: torch.device, outside: list[Tensor], refused: list[Tensor]) -> Any:
         """Where along an axis every token lies: a number, or a tensor that broadcasts over the token dimensions.
@@ -94,6 +97,8 @@ class Selection:
         position = self.region.start.get(axis, 0)
         for n in self.region.find(axis):
             index, dim = self.indices.get(n), self.region.dims[n]
+            if index is None and dim.step == 0:  # it stays at one token
+                continue
             if index is None:
                 along = torch.arange(dim.size, device=device)
                 behind = self._behind(self.labels.index(("d", n)))

@@ -25,7 +25,7 @@ SPARE = 16
 
 class _Entry(NamedTuple):
     used: int
-    """When it was last written or read, in nanoseconds."""
+    """When it was last used, in nanoseconds."""
     nbytes: int
     path: Path
 
@@ -54,36 +54,43 @@ class PageStore:
         with self._locked() as lock:
             _write_total(lock, self._evict(0))
 
-    def put(self, key: str, pool: PagePool, pages: Tensor | Sequence[int]) -> bool:
+    def put(self, key: str, pool: PagePool, pages: Tensor | Sequence[int], *, used: int | None = None) -> bool:
         """Keep these pages under a key. False where the key is there already: the entry stays, and counts as used.
 
         Args:
             key: a hash of what the pages hold, such as of all token ids up to their end: letters, digits, ``_.-``.
+            used: when the entry counts as used, in nanoseconds as of ``time.time_ns``, which is the default. Of entries
+                that are of use only with others, such as the blocks of a prefix, these should be the later ones.
 
         Raises:
             ValueError: the entry that is there is of another layout, model or number of pages, or has no readable
                 header, or is cut (``discard`` removes it); or these pages alone are more than ``max_bytes``.
         """
         path, ids = self._path(key), checked_pages(pool, pages)
-        if self._present(path, pool, len(ids)):
+        if self._present(path, pool, len(ids), used):
             return False
         content = packed(pool, ids, self.model)
         if content.nbytes > self.max_bytes:
             raise ValueError(f"an entry of {content.nbytes} bytes in a store of {self.max_bytes}; raise max_bytes")
         with finished(self.folder, content) as temporary, self._locked() as lock:
-            if self._present(path, pool, len(ids)):  # another process was faster
+            if self._present(path, pool, len(ids), used):  # another process was faster
                 return False
             total = _read_total(lock)
             if total + content.nbytes > self.max_bytes:
                 total = self._evict(content.nbytes)
             _write_total(lock, total + content.nbytes)
+            if used is not None:
+                _touch(temporary, used)
             publish(temporary, path)
         return True
 
-    def get(self, key: str, pool: PagePool, pages: Tensor | Sequence[int] | None = None) -> list[int] | None:
+    def get(
+        self, key: str, pool: PagePool, pages: Tensor | Sequence[int] | None = None, *, used: int | None = None
+    ) -> list[int] | None:
         """Read an entry's pages into the pool: the page ids they have there, or None where the key is not there.
 
-        ``pages`` and errors as in :func:`load_pages`; an entry that is refused stays until :meth:`discard`.
+        ``pages`` and errors as in :func:`load_pages`, ``used`` as in :meth:`put`; an entry that is refused stays until
+        :meth:`discard`.
         """
         try:
             file = open(self._path(key), "rb")  # noqa: SIM115
@@ -91,8 +98,16 @@ class PageStore:
             return None
         with file:
             ids = read_into(file, self._path(key), pool, pages, self.model)
-            _touch(file.fileno())
+            _touch(file.fileno(), used)
             return ids
+
+    def touch(self, key: str, *, used: int | None = None) -> bool:
+        """Count an entry as used, now or as in :meth:`put`, without reading it; whether there is one."""
+        try:
+            _touch(self._path(key), used)
+        except FileNotFoundError:
+            return False
+        return True
 
     def discard(self, key: str) -> bool:
         """Remove an entry; whether there was one."""
@@ -128,7 +143,7 @@ class PageStore:
             )
         return self.folder / f"{key}{SUFFIX}"
 
-    def _present(self, path: Path, pool: PagePool, num_pages: int) -> bool:
+    def _present(self, path: Path, pool: PagePool, num_pages: int, used: int | None) -> bool:
         """Whether an entry is there, which then counts as used. Raises ValueError where it is not of this kind."""
         try:
             file = open(path, "rb")  # noqa: SIM115
@@ -139,7 +154,7 @@ class PageStore:
                 read_header(file)[0].check(pool.layout, self.model, num_pages)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-            _touch(file.fileno())
+            _touch(file.fileno(), used)
             return True
 
     def _entries(self) -> list[_Entry]:
@@ -194,8 +209,8 @@ def _write_total(lock: int, total: int) -> None:
     os.pwrite(lock, total.to_bytes(8, "little"), 0)
 
 
-def _touch(fd: int) -> None:
-    """Mark as used now. A file of another user keeps the time at which it was written."""
+def _touch(file: int | Path, used: int | None) -> None:
+    """Mark as used, None: now. A file of another user keeps the time at which it was written."""
     with suppress(PermissionError):
-        now = time.time_ns()
-        os.utime(fd, ns=(now, now))
+        when = time.time_ns() if used is None else used
+        os.utime(file, ns=(when, when))

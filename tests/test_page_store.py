@@ -86,6 +86,19 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     assert store.keys() == ["c", "e"] and store.nbytes <= store.max_bytes
 
 
+def test_entries_may_count_as_used_at_another_time(tmp_path: Path) -> None:
+    """As a prefix's blocks do, which are of no use without those in front of them."""
+    pool = packed_pool(LAYOUT, 6)
+    store = PageStore(tmp_path, 3 * ENTRY + 100, model=MODEL)
+    for i in range(6):
+        assert store.put(f"block{i}", pool, [0, 1], used=1000 - i)
+    assert store.keys() == ["block5", "block1", "block0"]
+    assert store.get("block0", pool, [2, 3], used=10) == [2, 3] and store.touch("block1", used=20)
+    assert not store.put("block5", pool, [0, 1], used=5) and not store.touch("block2")
+    assert store.keys() == ["block5", "block0", "block1"]
+    assert store.touch("block0") and store.keys()[-1] == "block0"
+
+
 def test_a_folder_is_listed_only_when_it_seems_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full store of 64 entries makes room for four at once. What was discarded is noticed before more is evicted."""
     pool = packed_pool(LAYOUT, 6)

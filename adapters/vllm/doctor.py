@@ -56,6 +56,8 @@ def examine() -> dict[str, Any]:
     ]
     others = "no others, and of models with one cache group" if packed else "others not on page_major"
     notes.append(f"KV connectors: {', '.join(connectors.usable()) or 'none'}; {others}")
+    if absent := hooks.missing(hooks.FUSE_ROPE):
+        notes.append(f"fuse_rope: not here, there is no {'; no '.join(absent)}")
     if (generation, device) in hooks.NEVER_RUN:
         notes.append("never run: the adapter is written after vLLM's sources here")
     if packed:

@@ -40,6 +40,14 @@ HOST_CONNECTOR = {
 }
 """What :mod:`pm_ops.adapters.vllm.host_connector` needs. Several cache groups need ``get_transfer_results`` besides."""
 
+FUSE_ROPE = {
+    "context of a layer": "vllm.model_executor.layers.attention.attention:get_attention_context",
+    "operator of cache writes": "torch:ops.vllm.unified_kv_cache_update",
+    "operator of norms": "torch:ops.vllm_ir.rms_norm",
+    "operator of rotary embeddings": "torch:ops._C.rotary_embedding",
+}
+"""What :mod:`pm_ops.adapters.vllm.rope` needs; the first one's module defines operators."""
+
 GENERATIONS = {
     LAYOUTS: {
         "KVCacheLayout": "vllm.v1.kv_cache_layout:KVCacheLayout",

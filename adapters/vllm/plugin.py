@@ -11,7 +11,7 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
-from . import connectors, hooks, packed, rope
+from . import hooks
 from .config import HOW, KEY, Settings, write_environment
 
 
@@ -30,6 +30,9 @@ def register() -> None:
         if settings is None:
             original(self)
             return
+        # vLLM only logs what it could not load. Here an ImportError stops the engine that asked, and no other one.
+        from . import connectors, rope
+
         # Every way of asking for the same gives the same hash.
         self.additional_config = {**self.additional_config, KEY: asdict(settings)}
         _refuse(self, settings)
@@ -47,6 +50,8 @@ def register() -> None:
 def _refuse(config: Any, settings: Settings) -> None:
     """Raise for what the adapter cannot do, before the engine starts."""
     from vllm import envs
+
+    from . import packed
 
     absent = hooks.missing(hooks.needed(hooks.device()))
     if absent:

@@ -112,12 +112,16 @@ def add_pass(config: Any, settings: Settings) -> None:
 
     Raises:
         ValueError: the user's has no ``uuid()``, which the key of compiled code needs.
+        RuntimeError: this vLLM lacks an operator that the pass knows.
     """
     from vllm.config import CompilationMode
     from vllm.logger import init_logger
 
     if not settings.fuse_rope:
         return
+    absent = hooks.missing(hooks.FUSE_ROPE)
+    if absent:
+        raise RuntimeError(f"pm_ops: fuse_rope needs what this vLLM lacks: no {'; no '.join(absent)}; leave it out")
     compilation, logger = config.compilation_config, init_logger(LOG)
     if compilation.mode == CompilationMode.NONE or compilation.backend == "eager":
         logger.warning("pm_ops: fuse_rope does nothing, as vLLM compiles nothing: leave out enforce_eager and mode=0")

@@ -9,12 +9,16 @@ end. The scheduler promises only what it has read: it reads a prompt's entries, 
 them up, and hands the bytes to the worker; until they are placed they take memory of their own. So a load cannot fail
 once it was promised, and what a step computes never rests on blocks that were not there; blocks that a step has filled
 are written at its end. What cannot be read (evicted, damaged) was not found, and is computed.
+
+A block is found only with all those in front of it. So a request's entries count as used at one time, and in a store
+that is too small for them the last ones are evicted first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,8 +57,8 @@ class Moves(KVConnectorMetadata):
 
     loads: list[tuple[int, Tensor]] = field(default_factory=list)
     """Blocks and the bytes that go there."""
-    saves: list[tuple[str, int]] = field(default_factory=list)
-    """Keys and the blocks that are kept under them."""
+    saves: list[tuple[str, int, int]] = field(default_factory=list)
+    """Keys, the blocks that are kept under them, and when these count as used."""
 
 
 @dataclass
@@ -71,6 +75,8 @@ class Prompt(Tracked):
         super().__init__(request)
         self.page_size = page_size
         self.read: dict[int, Tensor] = {}  # until they have a place
+        self.found = 0  # so many blocks were there before it ran
+        self.asked = time.time_ns()
         self._digests = [hashlib.sha256(json.dumps(request.cache_salt).encode()).digest()]
 
     def key(self, block: int) -> str:
@@ -80,6 +86,10 @@ class Prompt(Tracked):
             tokens = self.request.all_token_ids[start : start + self.page_size]
             self._digests.append(hashlib.sha256(self._digests[-1] + json.dumps(list(tokens)).encode()).digest())
         return self._digests[block + 1].hex()
+
+    def used(self, block: int) -> int:
+        """When a block's entry counts as used: with the request's others, those behind it being evicted before it."""
+        return self.asked - 1000 * block
 
 
 class PageStoreConnector(KVConnectorBase_V1):
@@ -130,6 +140,7 @@ class PageStoreConnector(KVConnectorBase_V1):
         if request.resumable:
             return 0, False  # its tokens may change
         tracked = self.tracked.setdefault(request.request_id, Prompt(request, self.page_size))
+        tracked.asked = time.time_ns()
         tracked.first = block = num_computed_tokens // self.page_size
         last = (request.num_tokens - 1) // self.page_size
         while block < last and (block in tracked.read or self._read(tracked, block)):
@@ -141,7 +152,7 @@ class PageStoreConnector(KVConnectorBase_V1):
         assert self.layout is not None, "vLLM tells it before it takes requests"
         key, page = tracked.key(block), PagePool(self.layout, 1)
         try:
-            if self.store.get(key, page, [0]) is None:
+            if self.store.get(key, page, [0], used=tracked.used(block)) is None:
                 return False
         except (ValueError, OSError) as error:
             self._give_up(key, error)
@@ -155,15 +166,19 @@ class PageStoreConnector(KVConnectorBase_V1):
         if tracked is None:
             return
         tracked.place(blocks)
-        tracked.kept = tracked.first + num_external_tokens // self.page_size
-        self.loads += [(tracked.blocks[0][i], tracked.read[i]) for i in range(tracked.first, tracked.kept)]
+        tracked.kept, tracked.found = 0, tracked.first + num_external_tokens // self.page_size
+        self.loads += [(tracked.blocks[0][i], tracked.read[i]) for i in range(tracked.first, tracked.found)]
         tracked.read = {}
 
     def build_connector_meta(self, scheduler_output: Any) -> Moves:
-        """What was read, to be placed; and the blocks that this step fills, to be written."""
+        """What was read, to be placed; and to be written the blocks that this step fills, and those in front of them
+        that the engine has and the store has not."""
         moves, self.loads = Moves(loads=self.loads), []
         for tracked, _, blocks in filled(scheduler_output, self.tracked, self.page_size):
-            moves.saves += [(tracked.key(i), tracked.blocks[0][i]) for i in blocks]
+            for i in blocks:
+                key, used = tracked.key(i), tracked.used(i)
+                if i >= tracked.found or not self.store.touch(key, used=used):
+                    moves.saves.append((key, tracked.blocks[0][i], used))
         return moves
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -192,9 +207,9 @@ class PageStoreConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Write the blocks that this step has filled. One that cannot be written is not kept; the engine goes on."""
         assert self.pool is not None
-        for key, block in self._get_connector_metadata().saves:
+        for key, block, used in self._get_connector_metadata().saves:
             try:
-                self.store.put(key, self.pool, [block])
+                self.store.put(key, self.pool, [block], used=used)
             except (ValueError, OSError) as error:
                 self._give_up(key, error)
 

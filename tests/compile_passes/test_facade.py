@@ -56,6 +56,25 @@ def test_a_facade_answers_metadata_and_refuses_data() -> None:
         k[40]
 
 
+IN_PYTHON: dict[str, Callable[[Any], Tensor]] = {
+    "split": lambda k: k.split(8)[1][3:5] + k.split([30, 10], dim=0)[1][:2],
+    "unflatten": lambda k: k.unflatten(0, (5, 8))[1:3, 2] + k.unflatten(dim=-3, sizes=(-1, 4))[2:4, 1],
+    "norm": lambda k: k.norm() + k.norm(dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_tensor_methods_written_in_python_are_traced(name: str) -> None:
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+    expected = IN_PYTHON[name](keys[1].clone())
+    binding = bind(make_pool(), keys=keys, values=values)
+    backend = page_major_backend(binding, "eager", on_unsupported_read="materialize")
+    with torch.no_grad():
+        assert torch.equal(torch.compile(IN_PYTHON[name], backend=backend, fullgraph=True)(keys[1]), expected)
+    with pytest.raises(RuntimeError, match=f"eager code calls '{name}' on layer 1 key"):
+        IN_PYTHON[name](keys[1])
+
+
 DATA: dict[str, Callable[[Any], Any]] = {
     "a view's data": lambda k: k[0] + 1,
     "index": lambda k: k[torch.tensor([1])],

@@ -243,3 +243,17 @@ def test_attention_reads_through_a_widening_cast_of_the_cache(paged: Any, dtype:
     for x, at in calls("BHSD"):
         twins.check(x, at)
     assert twins.binding.report().reads_rewritten == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to"), [(torch.float16, torch.bfloat16), (torch.float32, torch.float16)], ids=["as wide", "narrower"]
+)
+def test_attention_through_a_cast_that_loses_precision_is_refused(
+    paged: Any, dtype: torch.dtype, to: torch.dtype
+) -> None:
+    def read(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(_query(out, HEADS, BATCH).to(to), k.to(to), v.to(to)).float()
+
+    twins = paged(form="BHSD", write=lambda k, v, *_: (k.zero_(), v.zero_()), read=read, dtype=dtype)
+    with torch.no_grad(), pytest.raises(Exception, match=f"is cast from {dtype} to {to}"):
+        twins.compiled(*calls("BHSD")[0])

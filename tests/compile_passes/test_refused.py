@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+import pm_ops
 from pm_ops.compile_passes import RewriteError, register_store_op
 
 HEADS, DIM = 2, 8
@@ -106,6 +107,23 @@ def test_a_write_that_is_not_exact_is_refused(paged: Any, form: Callable[..., No
     assert "refused:" in str(twins.binding.report())
 
 
+@pytest.mark.parametrize("form", ["SHD", "BHSD"])
+def test_the_pool_by_hand_beside_its_caches_is_refused(paged: Any, form: str) -> None:
+    """A write to a cache may be recorded later than it stands, with its partner; a graph has no input twice."""
+    pools: list[Any] = []
+
+    def by_hand(k: Tensor, v: Tensor, x: Tensor, y: Tensor, at: Tensor) -> None:
+        k.zero_()
+        pm_ops.load_kv(pools[0], 0, at, "key") if form == "SHD" else pools[1].page_table.sum()  # this line
+
+    twins = paged(form=form, write=by_hand, read=gather)
+    pools += [twins.pool, twins.binding]
+    used = "buffer" if form == "SHD" else "page table"
+    message = f"(?s)RewriteError: beside bound caches the model uses the {used} of the pool.*# this line"
+    with torch.no_grad(), pytest.raises(Exception, match=message):
+        twins.compiled(torch.randn(3, HEADS, DIM), torch.tensor([1, 7, 2]))
+
+
 def dense_math(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
     return k * 2 + v  # this line
 
@@ -175,6 +193,43 @@ def test_materialize_on_request_is_eagers(paged: Any, form: Callable[..., Tensor
         twins.check(torch.randn(3, HEADS, DIM), torch.tensor(at))
     twins.check_pages()
     assert twins.binding.report().materialized >= 2
+
+
+def scores_by_hand(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    query = out.mean() * torch.arange(1.0, 1 + DIM).expand(2, HEADS, 3, DIM)
+    return torch.softmax(query @ k.transpose(2, 3), -1) @ v
+
+
+def heads_and_tokens_flat(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    return k.flatten(0, 1) * 2 - v.flatten(0, 1)[1:].sum()
+
+
+def tokens_and_heads_flat(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    return k.flatten(-3, -2) * 2 - v.flatten(-3, -2)[..., 1:, :].sum()
+
+
+WHOLE: list[tuple[str, Callable[..., Any], Callable[..., Tensor]]] = [
+    ("BHSD", lambda k, v, x, y, at: (k.index_copy_(2, at, x), v.index_copy_(2, at, y)), scores_by_hand),
+    ("BHSD", lambda k, v, x, y, at: k.index_copy_(2, at, x), heads_and_tokens_flat),
+    ("BSHD", lambda k, v, x, y, at: v.index_copy_(1, at, x.transpose(1, 2)), tokens_and_heads_flat),
+    (
+        "PSHD",
+        lambda k, v, x, y, at: k.view(-1, HEADS, DIM).index_copy_(0, at, x[0].transpose(0, 1)),
+        tokens_and_heads_flat,
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "write", "read"), WHOLE, ids=lambda x: getattr(x, "__name__", x))
+def test_a_cache_whose_axes_a_view_mixes_is_materialized_whole(
+    paged: Any, form: str, write: Callable[..., Any], read: Callable[..., Tensor]
+) -> None:
+    """As attention by hand does, which multiplies matrices of all sequences and heads."""
+    twins = paged(form=form, write=write, read=read, on_unsupported_read="materialize")
+    for at in ([1, 7, 2], [13, 0, 4]):
+        twins.check(torch.randn(2, HEADS, 3, DIM), torch.tensor(at))
+    twins.check_pages()
+    assert "load_kv of the whole cache" in str(twins.binding.report())
 
 
 def test_a_copy_between_caches_is_materialized_on_request(paged: Any) -> None:

@@ -135,6 +135,7 @@ OUTSIDE: dict[str, tuple[str, Callable[..., Any], list[int]]] = {
     "behind the last row": ("BSHD", lambda c, x, at: set_to(c, (at, 5), x), [3, -4]),
     "behind a flat view": ("BSHD", lambda c, x, at: set_to(c.view(-1, HEADS, DIM), at, x), [3 * 14, -3 * 14 - 1]),
     "behind a part of the slots": ("SHD", lambda c, x, at: set_to(c[2:5], at, x), [7, 3, -4]),
+    "behind a view of one slot": ("SHD", lambda c, x, at: set_to(c[11:12], at - 1, x), [2, -1, 6]),
     "behind the last slot": ("SHD", lambda c, x, at: set_to(c, at, x), [18, 19, 1 << 40]),
     "a slot behind a page": ("SHD", lambda c, x, at: set_to(c[:16].view(4, 4, HEADS, DIM), (at - at, at), x), [4, -5]),
     "counted back by index_copy": ("SHD", lambda c, x, at: c.index_copy_(0, at, x.expand(len(at), HEADS, DIM)), [-1]),
@@ -202,6 +203,7 @@ READS: dict[str, tuple[str, Callable[..., Tensor], list[int]]] = {
     "index_select": ("SHD", lambda c, at: c[:16].index_select(0, at), [1, 16, -1, 15]),
     "gather": ("SHD", lambda c, at: c.gather(0, at.view(-1, 1, 1).expand(-1, HEADS, DIM)), [-1, 17, 18]),
     "positions": ("BSHD", lambda c, at: c[1:, at].transpose(0, 1), [13, 14, -14, -15]),
+    "index of one slot": ("SHD", lambda c, at: c[11:12][at], [0, -1, 1, 5]),
 }
 
 
@@ -289,6 +291,25 @@ def test_a_slice_that_becomes_empty_at_the_end_is_eagers(paged: Any) -> None:
     twins = twins_of(paged, Model("BSHD", 14, body), "BSHD", 14)
     for n, tokens in ((3, 2), (5, 4), (14, 0), (9, 5)):
         twins.check(torch.randn(tokens, DIM), n)
+    twins.check_pages()
+
+
+def test_parts_that_begin_elsewhere_have_slots_of_their_own(paged: Any) -> None:
+    """Of one index, in parts of one shape: K's and V's rows lie side by side, and are not."""
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k, self.v = [torch.randn(20, HEADS, DIM)], [torch.randn(20, HEADS, DIM)]
+
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            k, v = self.k[0][2:6], self.v[0][3:7]
+            k[at], v[at] = x, x * 2
+            return k[at] + v[at - 1]
+
+    twins = paged(Parts(), pages=5)
+    for at in ([1, 0, 3], [2, 3, 1]):
+        twins.check(torch.randn(3, HEADS, DIM), torch.tensor(at), exact=True)
     twins.check_pages()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pm_ops.compile_passes import Rotate, register_rotary_op
 from pm_ops.compile_passes.engine_ops import ROTARY_OPS
+from pm_ops.compile_passes.rotary_ops import apart
 
 HEADS, DIM, SLOTS = 2, 8, 20
 
@@ -112,6 +113,15 @@ def test_the_graph_before_and_after(paged: Any) -> None:
 +getitem_5 = rope_store_kv[0]
 +mul = aten.mul.Tensor(getitem_5, 2)""",
     )
+
+
+def test_tensors_lie_apart_where_they_are_other_columns_of_one_matrix() -> None:
+    x = torch.empty(5, 12)
+    q = x[:, :4]
+    assert all(apart(a, q) and apart(q, a) for a in (x[:, 4:8], x[1:, 4:8], x[:, 4:].view(5, 2, 4), x[:2, 10]))
+    # Columns in part, rows of another width, and rows that are all one, whose columns are in no matrix.
+    for a in (x, q, x[1:], x[:, 3:5], x[1:, :2], x.view(10, 6)[:, 4:], x[:1, 4:8].expand(5, 4)):
+        assert not apart(a, q) and not apart(q, a)
 
 
 def test_without_fuse_rope_the_operator_stays(paged: Any) -> None:

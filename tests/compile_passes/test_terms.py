@@ -77,14 +77,14 @@ def test_torchs_rms_norm_is_the_norm_written_out() -> None:
 def test_what_is_written_in_part_is_something_else_after_every_write() -> None:
     def f(x: Tensor) -> Any:
         y = x * 2
-        y[:1].add_(1)
+        y[:2].add_(1)
         once = y.cos(), y.view(torch.int32) + 0
-        y[:1].add_(1)
-        return *once, y.cos(), y.view(torch.int32) + 0
+        y[:2].add_(1)
+        return *once, y.cos(), y.view(torch.int32) + 0, (x * 2 + 1).cos()
 
     at = terms_of(f, torch.randn(3, 4))
-    once, bits, twice, later = (at(i, Affine.of(LANE)) for i in range(4))
-    assert once is not twice and bits is not later
+    once, bits, twice, later, whole = (at(i, Affine.of(LANE)) for i in range(5))
+    assert once is not twice and bits is not later and once is not whole
 
 
 def test_two_tensors_made_alike_differ_once_they_are_written() -> None:

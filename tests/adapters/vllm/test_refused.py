@@ -89,6 +89,23 @@ print(hasattr(VllmConfig.__post_init__, "pm_ops_original"), AttentionBackendEnum
     assert done.stdout.splitlines()[-1:] == ["True False False"], done.stderr
 
 
+def test_a_torch_that_the_adapter_cannot_be_imported_with_stops_the_engine_that_asked() -> None:
+    """vLLM only logs what a plugin raises while it is loaded, and would run without it."""
+    code = """
+import vllm.config
+import torch._dynamo.resume_execution
+del torch._dynamo.resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.config import VllmConfig
+print(VllmConfig().attention_config.backend)
+VllmConfig(additional_config={"pm_ops": True})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["None"], done.stderr
+    assert done.returncode == 1 and "ImportError: cannot import name 'TORCH_DYNAMO_RESUME_IN_PREFIX'" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("entry", "options", "message"),
     [

@@ -120,6 +120,15 @@ def test_another_pass_runs_first_and_has_to_tell_itself_from_others(qwen3: Path)
             behind(nameless)
 
 
+def test_an_operator_that_this_vllm_lacks_is_named_where_the_fusion_is_asked_for(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(hooks.FUSE_ROPE, "operator of norms", "torch:ops.vllm_ir.another_norm")
+    with pytest.raises(RuntimeError, match=r"no operator of norms \(torch.ops.vllm_ir.another_norm\); leave it out"):
+        configure(qwen3, {"fuse_rope": True})
+    assert configure(qwen3, {}).attention_config.backend is not None
+
+
 def test_what_keeps_it_from_doing_anything_is_said_when_the_engine_is_configured(
     qwen3: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,9 +123,11 @@ def test_what_cannot_be_read_or_written_is_computed_and_nothing_wrong_is_kept(
         evicted = use("evicted", *paths)
         read = PageStore.get
         with monkeypatch.context() as patch:  # whatever was found goes before the step
-            patch.setattr(PageStore, "get", lambda store, key, *to: (read(store, key, *to), store.discard(key))[0])
+            get = lambda store, key, *to, used: (read(store, key, *to, used=used), store.discard(key))[0]  # noqa: E731
+            patch.setattr(PageStore, "get", get)
             assert ask() == [96, 96]
-        assert not set(prefix) & set(content(evicted))
+        again = content(evicted)
+        assert all(again[name] == whole[name] for name in prefix), "and is written again"
 
         full = use("full")
         with monkeypatch.context() as patch:
@@ -154,6 +156,25 @@ def test_a_cache_that_is_too_small_for_all_reads_its_own_blocks_back(
         outputs = generate(llm, PREFIXES)
         assert tokens(outputs) == stock
         assert [output.num_cached_tokens for output in outputs] == FULL
+
+
+def test_a_store_that_is_too_small_keeps_the_beginning_of_a_prompt(model: Path, tmp_path: Path) -> None:
+    """The prompt has 8 full blocks, its answer fills two more, and the store takes 7."""
+    prompt = [(7 * i) % 97 for i in range(8 * 16 + 1)]
+    with storing(model, tmp_path, options={"folder": str(tmp_path), "max_bytes": 15 * (4096 + 32768) // 2}) as llm:
+        scheduler, found, answers = llm.llm_engine.engine_core.engine_core.scheduler.connector, [], []
+        for _ in range(4):
+            (output,) = generate(llm, [prompt])
+            found.append(output.num_cached_tokens // 16)
+            answers.append(tokens([output]))
+            assert llm.reset_prefix_cache()
+        assert found[0] == 0 and min(found[1:]) >= 6 and answers[1:] == answers[:-1]
+
+        generate(llm, [prompt])
+        keys = [Prompt(SimpleNamespace(cache_salt=None, all_token_ids=prompt), 16).key(i) for i in range(8)]
+        scheduler.store.discard(keys[0])
+        generate(llm, [prompt])  # the engine finds them all by itself
+        assert all(key in scheduler.store for key in keys[:6])
 
 
 def test_requests_that_are_aborted_leave_nothing_behind_and_whole_blocks_only(
