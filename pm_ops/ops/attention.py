@@ -63,8 +63,9 @@ class Attention:
             sequence, column ``j`` its key ``j``. Keys past ``S`` are hidden.
         key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device, or
             ``*_plane``, a plane of float32 ``(kv_heads, 1)`` with the scale of each token and head.
-        max_query_len: 0 or an upper bound of the query tokens of one sequence, which helps to choose a kernel. It must
-            hold: FlashAttention 3 leaves queries past it out.
+        max_query_len: 0 (unknown), or at least the most query tokens of one sequence, which helps to choose a kernel.
+            It must hold, and is refused where it does not and values are checked; elsewhere queries past it may be left
+            out of the result, as FlashAttention 3 does.
         max_seq_len: 0 or about the most keys of one sequence, a hint for dividing the work where ``page_table`` is much
             wider. It changes nothing but the order of sums.
         batch_invariant: a row's result, to the bit, follows from its query and its keys alone, whatever else is in the
@@ -241,14 +242,14 @@ class Attention:
                     f"{self.query.shape[0]} query rows"
                 ),
             )
-            if self.max_query_len:
-                require_values(
-                    queries <= self.max_query_len,
-                    lambda: f"max_query_len={self.max_query_len}, but a sequence has {int(queries.max())} query tokens",
-                )
             if self.bias is not None and self.bias.shape[2] != 1:
                 most = self.bias.shape[2]
                 require_values(queries <= most, lambda: self._bias_too_short(int(queries.max())))
+        if self.max_query_len:
+            require_values(
+                queries <= self.max_query_len,
+                lambda: f"max_query_len={self.max_query_len}, but a sequence has {int(queries.max())} query tokens",
+            )
         if table.numel():
             first = torch.arange(table.shape[1], device=table.device) * self.page_size
             read = (first < lengths[:, None]) & (queries > 0)[:, None]

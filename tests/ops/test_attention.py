@@ -110,6 +110,10 @@ REFUSED = {
         lambda c: {"query_start": torch.tensor([0, 0, 2]), "max_query_len": 1},
         "max_query_len=1, but a sequence has 2",
     ),
+    "more queries than the longest, all having equally many": (
+        lambda c: {"query": torch.zeros(4, 4, 32), "max_query_len": 1},
+        "max_query_len=1, but a sequence has 2",
+    ),
     "a scale twice": (lambda c: {"key_scale": 2.0, "key_scale_tensor": torch.tensor(2.0)}, "both given"),
     "a float64 scale": (lambda c: {"key_scale_tensor": torch.tensor(2.0, dtype=torch.float64)}, "one float32 element"),
     "a query elsewhere": (lambda c: {"query": torch.zeros(2, 4, 32, device="meta")}, "query is on meta"),
