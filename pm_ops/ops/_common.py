@@ -1,7 +1,8 @@
 """What every operator shares: registration, argument checks, and the one address formula in torch.
 
 An operator is a *schema*, a dataclass with the schema's arguments whose ``check`` refuses bad input, a *fake*, a *CPU
-kernel* in plain torch (the specification) and a *Triton launcher*. The check runs before each of the three.
+kernel* in plain torch (the specification) and a *Triton launcher*. The check runs before each of the three, and one of
+where the tensors lie before the two kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ PLANE_DTYPES = (*ROW_DTYPES, torch.int8)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 """The 8-bit dtypes, which saturate, and the largest number that is stored in each."""
 TINY = torch.finfo(torch.float32).tiny
+ALIGNMENT = 16
+"""Bytes: a buffer begins at a multiple of them, as every allocation does."""
 INDEX_DTYPES = (torch.int32, torch.int64)
 CHECKS = os.environ.get("PM_OPS_CHECKS", "0") not in ("", "0")
 """Whether index *values* are checked on CUDA too, by device asserts (environment variable ``PM_OPS_CHECKS=1``)."""
@@ -61,6 +64,9 @@ def define(
             ``pm_ops.kernels``: it is imported at the first call, so that importing pm_ops never needs triton.
     """
 
+    _LIBRARY.define(name + signature, tags=_TAGS)
+    check_memory = memory_check(getattr(torch.ops.pm_ops, name).default._schema)
+
     def run_fake(*args: Any, **kwargs: Any) -> Any:
         parsed = arguments(*args, **kwargs)
         parsed.check()
@@ -69,6 +75,7 @@ def define(
     def run_cpu(*args: Any, **kwargs: Any) -> Any:
         parsed = arguments(*args, **kwargs)
         parsed.check()
+        check_memory(parsed)
         parsed.check_values()
         return cpu(parsed)
 
@@ -77,11 +84,11 @@ def define(
     def run_cuda(*args: Any, **kwargs: Any) -> Any:
         parsed = arguments(*args, **kwargs)
         parsed.check()
+        check_memory(parsed)
         if CHECKS:
             parsed.check_values()
         return launcher(parsed)
 
-    _LIBRARY.define(name + signature, tags=_TAGS)
     _LIBRARY.impl(name, run_cpu, "CPU")
     _LIBRARY.impl(name, run_cuda, "CUDA")
     torch.library.register_fake(f"pm_ops::{name}", run_fake, lib=_LIBRARY)
@@ -142,6 +149,49 @@ def require_no_grad(op: str, **tensors: Tensor | None) -> None:
 def require_buffer(buffer: Tensor, name: str = "buffer") -> None:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"{name} must be a 1-D contiguous uint8 tensor, got {describe(buffer)}; pass PagePool.buffer")
+
+
+def memory_check(schema: torch.FunctionSchema) -> Callable[[Any], None]:
+    """A check of where the tensors of a call lie, which fakes cannot make: they have no addresses.
+
+    Raises ValueError where a buffer does not begin at a multiple of :data:`ALIGNMENT` bytes, which kernels load at
+    once, and where an argument shares bytes with the one that is written: a kernel's programs read and write in any
+    order.
+    """
+    tensors = [a for a in schema.arguments if a.type.isSubtypeOf(torch._C.OptionalType.ofTensor())]
+    buffers = [a.name for a in tensors if a.name in ("buffer", "source", "target")]
+    written = next((a.name for a in tensors if a.alias_info is not None and a.alias_info.is_write), None)
+    read = [a.name for a in tensors if a.name != written]
+
+    def check(arguments: Any) -> None:
+        for name in buffers:
+            if getattr(arguments, name).data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"{name} begins {getattr(arguments, name).data_ptr() % ALIGNMENT} bytes behind a multiple of "
+                    f"{ALIGNMENT}; pass PagePool.buffer, or a tensor with storage offset 0"
+                )
+        if written is None:
+            return
+        target = getattr(arguments, written)
+        first = target.data_ptr()
+        end, storage = first + target.nbytes, first - target.storage_offset() * target.itemsize
+        for name in read:
+            tensor = getattr(arguments, name)
+            if tensor is not None and storage <= (at := tensor.data_ptr()) < end and at + span(tensor) > first:
+                raise ValueError(
+                    f"{name} and {written} share memory, so that bytes could be written before they are read; pass "
+                    f"{name}.clone()"
+                )
+
+    return check
+
+
+def span(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 def require_indices(name: str, index: Tensor, device: torch.device, dim: int = 1) -> None:
