@@ -170,7 +170,7 @@ class Transfer:
         """Raise RuntimeError where something was left out."""
         issued = f"with {self.issued} of {counted(len(self.order), 'page')} issued, and the others never arrive"
         if self.error is not None:
-            raise RuntimeError(f"this transfer failed {issued}: {self.error}") from self.error
+            raise RuntimeError(f"this transfer failed {issued}: {self.error!r}") from self.error
         if self.cancelled:
             raise RuntimeError(
                 f"this transfer was cancelled {issued}: see arrived, and synchronize() before the pages are used or "
