@@ -262,5 +262,6 @@ def _check_buffer(buffer: Tensor, end: int, device: torch.device | str | None) -
         )
     if buffer.numel() < end:
         raise ValueError(f"buffer holds {counted(buffer.numel(), 'byte')}, the pool's pages end at byte {end}")
-    if device is not None and torch.device(device).type != buffer.device.type:
+    wanted, index = None if device is None else torch.device(device), buffer.device.index or 0
+    if wanted is not None and (wanted.type != buffer.device.type or wanted.index not in (None, index)):
         raise ValueError(f"device={device} but the buffer is on {buffer.device}; leave device out")
