@@ -252,6 +252,8 @@ def require_plane(
         offset >= 0,
         page_stride >= 0,
         token_stride >= 0,
+        either(page_stride > 0, num_pages == 1),
+        either(token_stride > 0, page_size == 1),
         head_stride >= dim * item or heads == 1,
         num_pages >= 1,
         page_size >= 1,
@@ -264,9 +266,16 @@ def require_plane(
                 lambda: (
                     f"{name}_plane {list(plane)} does not hold pages of {page_size} x {heads} heads x {dim} "
                     f"{dtype_name(dtype)} in a buffer of {nbytes} bytes: offset and strides must be multiples of "
-                    f"{item} and not negative, heads must not overlap, and the last element ends at byte {end}"
+                    f"{item}, none negative, and strides over several pages or tokens not 0 either; heads must not "
+                    f"overlap; and the last element ends at byte {end}"
                 ),
             )
+
+
+def require_finite(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, float | int) and not math.isfinite(number):
+            raise ValueError(f"{name}={number} must be a finite number")
 
 
 def require_scale(
@@ -290,6 +299,10 @@ def require_scale(
         if of not in LARGEST:
             supported, got = ", ".join(map(dtype_name, LARGEST)), dtype_name(of) if of else "no rows"
             raise ValueError(f"{name}_plane goes with a plane of {supported}; got {got}")
+        return
+    if of is None:
+        if tensor is not None or scale != 1.0:
+            raise ValueError(f"{name} was given without the rows that it scales; leave it out")
         return
     if of is torch.int8 and tensor is None and scale == 1.0:
         raise ValueError(

@@ -19,6 +19,7 @@ from ._common import (
     require,
     require_buffer,
     require_device,
+    require_finite,
     require_in_range,
     require_indices,
     require_no_grad,
@@ -155,6 +156,7 @@ class Attention:
         ):
             require_scale(name, scale, tensor, plane, dtype, device)
             require_scale_plane(name, nbytes, plane, self.page_size, self.kv_heads)
+        require_finite(softmax_scale=self.softmax_scale, softcap=self.softcap)
         require(
             self.window >= 0 and self.softcap >= 0 and self.max_query_len >= 0 and self.max_seq_len >= 0,
             lambda: (
@@ -309,6 +311,7 @@ def require_batch(a: Batch) -> None:
     device, q = a.buffer.device, a.query
     if q.dim() != 3 or q.dtype not in QUERY_DTYPES:
         raise ValueError(f"query must be float32, float16 or bfloat16 [tokens, heads, head_dim], got {describe(q)}")
+    require(q.shape[1] >= 1, lambda: f"query needs a head at least, got {describe(q)}")
     require_device("query", q, device)
     require_indices("page_table", a.page_table, device, dim=2)
     require_indices("seq_lens", a.seq_lens, device)
