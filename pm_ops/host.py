@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -171,6 +172,9 @@ class HostPool:
                 transfer.queue.finish(transfer)
             self._settle()
             self._memory()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a HostPool is neither copied nor pickled: its memory is one process's; make another")
 
     def __repr__(self) -> str:
         state = f"{self.pool.allocator.num_free} free" if self._memory.alive else "closed"

@@ -72,6 +72,8 @@ class HybridPool(Mapping[str, PagePool]):
     def __len__(self) -> int:
         return len(self._pools)
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # as any pool: a mapping would have no hash
+
     @property
     def padding(self) -> dict[str, int]:
         """Bytes at the end of a page that each kind leaves unused."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .allocator import PageAllocator
+from .capture import refuse_capture
 from .layout import PageLayout, Plane, counted, dtype_name
 from .ops._common import plane_view
 from .ops.pages import page_view
@@ -208,6 +209,8 @@ class PagePool:
     def _ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         if isinstance(ids, Tensor):
             return ids
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            refuse_capture("ids in a list are copied to the GPU; pass a tensor that is there", self.device)
         found = torch.tensor(ids, device=self.device)
         whole = not (found.is_floating_point() or found.dtype == torch.bool)  # the operators refuse the others
         return found.to(torch.int64) if whole or not found.numel() else found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
@@ -182,6 +182,9 @@ class Transfer:
         if not self.finished:
             self.queue.poll()
         self.queue.tell()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Transfer is neither copied nor pickled: its pages are on their way once")
 
     def __repr__(self) -> str:
         size = f"{counted(len(self.source_pages), 'page')}, {self.bytes_arrived} of {self.nbytes} B arrived"

@@ -324,6 +324,17 @@ def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
             call()
 
 
+def test_a_list_of_ids_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        pool = PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 2, buffer=torch.empty(512, dtype=torch.uint8))
+        pool.buffer = torch.empty(512, dtype=torch.uint8, device="cuda:0")
+        ids = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="ids in a list .*; pass a tensor that is there"):
+            pool.gather([0])
+        assert pool.gather(ids).shape == (1, pool.layout.page_bytes)
+
+
 def test_a_device_that_is_not_the_buffers_is_refused_by_its_index_too() -> None:
     layout = pm_ops.page_major(1, 1, 8, 4, torch.float32)
     buffer = torch.zeros(512, dtype=torch.uint8)
