@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .explain import explained
 from .layout import counted
-from .ops.attention import Attention, choose
+from .ops.attention import Attention
+from .ops.attention_choice import choose
 from .pool import PagePool
 
 Scale = float | Tensor

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops._common import LARGEST
+from ..ops._quantise import LARGEST
 from .common import TRITON_DTYPE, cdiv, next_power_of_2
 from .launch import Launch
 from .rows import (

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops._common import LARGEST
+from ..ops._quantise import LARGEST
 from .common import TRITON_DTYPE, cast_to, cdiv, decoded, next_power_of_2
 from .launch import Launch, launch
 from .rows import cells_of, load_row, load_scale, one_scale, rows_of, slots_of, store_row, store_rows, tile

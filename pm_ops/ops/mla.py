@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ._common import define, kernel, plane_view, require, require_finite, require_no_grad, require_plane, require_scale
-from .attention import Attention, attention_reference, require_batch
+from .attention import Attention, require_batch
+from .attention_reference import attention_reference
 
 IMPLEMENTATIONS = ("auto", "triton", "hopper", "reference")
 
