@@ -36,7 +36,8 @@ class PagePool:
         num_pages: pages of the pool.
         device: where a new buffer is allocated (default: CPU), zero-filled, so that a slot never written reads as
             zeros.
-        buffer: use this 1-D contiguous uint8 tensor with storage offset 0 instead (several pools may share one).
+        buffer: use this 1-D contiguous uint8 tensor with storage offset 0 instead (several pools may share one). The
+            operators take it where it begins at a multiple of 16 bytes, as what torch allocates does.
         base: bytes from the buffer's start to page 0.
         page_stride: bytes from one page to the next; default ``layout.page_bytes``.
         reserve_null: keep page 0 out of the allocator, as a sink for padding.
