@@ -112,6 +112,7 @@ def finished(folder: Path, content: Content) -> Iterator[Path]:
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing alone leaves it to a child that was forked meanwhile
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .explain import explained
 from .layout import counted
-from .ops.attention import Attention, choose
+from .ops.attention import Attention
+from .ops.attention_choice import choose
 from .pool import PagePool
 
 Scale = float | Tensor
@@ -193,7 +194,8 @@ def attention(
         bias: bool (True: visible) or floating point (added) ``[B or 1, Hq or 1, Lq or 1, S]``, ``Lq`` being the most
             query tokens of one sequence. Column ``j`` is key ``j``; keys past ``S`` are hidden.
         key_scale, value_scale: as in :func:`store_kv`.
-        max_query_len: 0, or an upper bound of one sequence's query tokens, a hint.
+        max_query_len: 0, or at least the most query tokens of one sequence, which helps to choose a kernel. Queries
+            past it may be left out of the result; where indices are checked they are refused.
         max_seq_len: 0, or about the most keys of one sequence, a hint for tables that are much wider.
         batch_invariant: make a row's bits independent of what else is in the call (CUDA; slower).
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.

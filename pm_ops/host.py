@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -66,7 +68,8 @@ class HostPool:
         if pool.device.type == "cuda":
             _pin(self.pool.buffer, pool.device)
         # Before anything else can fail; it keeps both buffers, which have to outlast what is on its way.
-        self._memory = weakref.finalize(self, _release, pool.device, streams, self.pool.buffer, pool.buffer)
+        memory = self.pool.buffer, pool.buffer
+        self._memory = weakref.finalize(self, _release, os.getpid(), pool.device, streams, *memory)
         self._out = TransferQueue(pool, self.pool, max_in_flight=max_in_flight)
         self._in = TransferQueue(self.pool, pool, max_in_flight=max_in_flight)
         streams += self._out.streams + self._in.streams
@@ -170,6 +173,9 @@ class HostPool:
             self._settle()
             self._memory()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a HostPool is neither copied nor pickled: its memory is one process's; make another")
+
     def __repr__(self) -> str:
         state = f"{self.pool.allocator.num_free} free" if self._memory.alive else "closed"
         size = f"{counted(self.pool.num_pages, 'page')} of {self.pool.layout.page_bytes} B"
@@ -255,8 +261,10 @@ def _pin(buffer: Tensor, device: torch.device) -> None:
         )
 
 
-def _release(device: torch.device, streams: list[torch.cuda.Stream], host: Tensor, other: Tensor) -> None:
-    """Give memory back when nothing is on its way any more."""
+def _release(pid: int, device: torch.device, streams: list[torch.cuda.Stream], host: Tensor, other: Tensor) -> None:
+    """Give memory back when nothing is on its way any more. A child that was forked has none of it, nor CUDA."""
+    if os.getpid() != pid:
+        return
     for stream in streams:
         stream.synchronize()
     if device.type == "cuda":

@@ -82,6 +82,8 @@ class HybridPool(Mapping[str, PagePool]):
     def __len__(self) -> int:
         return len(self._pools)
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # as any pool: a mapping would have no hash
+
     @property
     def choice(self) -> str:
         """Which :class:`PagePool` to take where one is wanted, for messages."""

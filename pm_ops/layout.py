@@ -59,6 +59,11 @@ class Plane:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str):
+            raise ValueError(f"kind={self.kind!r} must be a string, such as 'key'")
+        object.__setattr__(self, "shape", tuple(self.shape))
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one contiguous row: everything behind the first axis of ``shape``."""
@@ -253,7 +258,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """``"bfloat16"`` or ``"torch.bfloat16"`` → ``torch.bfloat16``. Raises ValueError for a name torch does not know."""
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}; use torch's names, such as 'bfloat16' or 'float8_e4m3fn'")
     return dtype

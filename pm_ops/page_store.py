@@ -17,7 +17,8 @@ from .descriptors import checked_pages
 from .disk import TEMPORARY, finished, packed, publish, read_header, read_into
 from .pool import PagePool
 
-SUFFIX = ".safetensors"
+SUFFIX = ".pages.safetensors"
+"""Of the entries' files. No other file of the folder is read or removed, weights of a model say."""
 KEY = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z_.-]{0,199}")
 SPARE = 16
 """One part in this many of ``max_bytes`` is the most that is freed beyond what a new entry needs."""
@@ -32,6 +33,8 @@ class _Entry(NamedTuple):
 
 class PageStore:
     """Groups of pages by key: one file of :func:`save_pages` each, at most ``max_bytes`` in all.
+
+    An entry is ``<key>.pages.safetensors``. Other files of the folder neither count nor are touched.
 
     The least recently used entries make room for new ones. Several processes may share a folder. A reader keeps what
     it has opened, also while another process evicts it. A process that dies leaves no entry that is not whole; the
@@ -75,7 +78,7 @@ class PageStore:
         with finished(self.folder, content) as temporary, self._locked() as lock:
             if self._present(path, pool, len(ids), used):  # another process was faster
                 return False
-            total = _read_total(lock)
+            total = self._total(lock)
             if total + content.nbytes > self.max_bytes:
                 total = self._evict(content.nbytes)
             _write_total(lock, total + content.nbytes)
@@ -189,20 +192,23 @@ class PageStore:
             total -= entry.nbytes
         return total
 
+    def _total(self, lock: int) -> int:
+        """The bytes of all entries, or more: what disappears without a put is noticed when the folder is listed."""
+        kept = os.pread(lock, 8, 0)
+        return int.from_bytes(kept, "little") if len(kept) == 8 else self.nbytes  # it is new, or was cut
+
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """One process at a time makes room and adds an entry, so that together they keep to ``max_bytes``."""
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield lock
+            try:
+                yield lock
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone leaves it to a child that was forked meanwhile
         finally:
             os.close(lock)
-
-
-def _read_total(lock: int) -> int:
-    """The bytes of all entries, or more: what disappears without a put is noticed when the folder is listed."""
-    return int.from_bytes(os.pread(lock, 8, 0), "little")
 
 
 def _write_total(lock: int, total: int) -> None:

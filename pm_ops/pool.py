@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .allocator import PageAllocator
+from .capture import refuse_capture
 from .layout import PageLayout, Plane, counted, dtype_name
 from .ops._common import plane_view
 from .ops.pages import page_view
@@ -35,7 +36,8 @@ class PagePool:
         num_pages: pages of the pool.
         device: where a new buffer is allocated (default: CPU), zero-filled, so that a slot never written reads as
             zeros.
-        buffer: use this 1-D contiguous uint8 tensor with storage offset 0 instead (several pools may share one).
+        buffer: use this 1-D contiguous uint8 tensor with storage offset 0 instead (several pools may share one). The
+            operators take it where it begins at a multiple of 16 bytes, as what torch allocates does.
         base: bytes from the buffer's start to page 0.
         page_stride: bytes from one page to the next; default ``layout.page_bytes``.
         reserve_null: keep page 0 out of the allocator, as a sink for padding.
@@ -212,6 +214,8 @@ class PagePool:
     def _ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         if isinstance(ids, Tensor):
             return ids
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            refuse_capture("ids in a list are copied to the GPU; pass a tensor that is there", self.device)
         found = torch.tensor(ids, device=self.device)
         whole = not (found.is_floating_point() or found.dtype == torch.bool)  # the operators refuse the others
         return found.to(torch.int64) if whole or not found.numel() else found
@@ -270,5 +274,6 @@ def _check_buffer(buffer: Tensor, end: int, device: torch.device | str | None) -
         )
     if buffer.numel() < end:
         raise ValueError(f"buffer holds {counted(buffer.numel(), 'byte')}, the pool's pages end at byte {end}")
-    if device is not None and torch.device(device).type != buffer.device.type:
+    wanted, index = None if device is None else torch.device(device), buffer.device.index or 0
+    if wanted is not None and (wanted.type != buffer.device.type or wanted.index not in (None, index)):
         raise ValueError(f"device={device} but the buffer is on {buffer.device}; leave device out")

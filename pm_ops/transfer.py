@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
@@ -170,7 +170,7 @@ class Transfer:
         """Raise RuntimeError where something was left out."""
         issued = f"with {self.issued} of {counted(len(self.order), 'page')} issued, and the others never arrive"
         if self.error is not None:
-            raise RuntimeError(f"this transfer failed {issued}: {self.error}") from self.error
+            raise RuntimeError(f"this transfer failed {issued}: {self.error!r}") from self.error
         if self.cancelled:
             raise RuntimeError(
                 f"this transfer was cancelled {issued}: see arrived, and synchronize() before the pages are used or "
@@ -182,6 +182,9 @@ class Transfer:
         if not self.finished:
             self.queue.poll()
         self.queue.tell()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Transfer is neither copied nor pickled: its pages are on their way once")
 
     def __repr__(self) -> str:
         size = f"{counted(len(self.source_pages), 'page')}, {self.bytes_arrived} of {self.nbytes} B arrived"

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from pages import LAYOUTS, packed_pool
 
 from pm_ops import HostPool, PagePool, transfer_queue
@@ -52,6 +53,16 @@ def delayed(log: list[Any], num_pages: int = 8, **options: Any) -> tuple[PagePoo
     fill_random(host.pool.buffer, 9)
     host._out.stream, host._in.stream = Stream(log), Stream(log)
     return pool, host
+
+
+def on_a_gpu(host: HostPool, log: list[Any], patch: pytest.MonkeyPatch) -> Stream:
+    """Has a ``delayed`` pool's queues take it for a GPU's: the stream on which the model's work is queued."""
+    current = Stream(log)
+    patch.setattr(transfer_queue, "refuse_capture", lambda *_: None)
+    patch.setattr(torch.cuda, "current_stream", lambda device: current)
+    for queue in (host._out, host._in):
+        queue.gpu = torch.device("cuda:0")
+    return current
 
 
 @contextmanager

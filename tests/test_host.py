@@ -1,6 +1,9 @@
 """HostPool on the CPU against byte oracles: what arrives, what stays as it was, what is refused before a byte moves."""
 
+import copy
 import gc
+import os
+import pickle
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -192,6 +195,28 @@ def test_a_closed_host_pool_moves_nothing(pool: PagePool) -> None:
     for call in (lambda: host.offload([0]), lambda: host.restore(saved.pages, [0, 1]), lambda: host.free(saved.pages)):
         with writes_only(pool.buffer, []), pytest.raises(RuntimeError, match="was closed"):
             call()
+
+
+def test_host_pools_and_transfers_are_neither_copied_nor_pickled(pool: PagePool) -> None:
+    host = host_of(pool)
+    for thing in (host, host.offload([3])):
+        for call in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=f"a {type(thing).__name__} is neither copied nor pickled"):
+                call(thing)
+
+
+def test_a_forked_child_gives_nothing_back(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not work in a child, whose exit, like ours, ends all finalizers."""
+    host = host_of(pool)
+    _, release, (owner, device, streams, *memory), _ = host._memory.peek()
+    waited: list[int] = []
+    streams.append(SimpleNamespace(synchronize=lambda: waited.append(os.getpid())))
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: owner + 1)
+        release(owner, device, streams, *memory)
+    assert not waited
+    host.close()
+    assert waited == [os.getpid()]
 
 
 def test_a_host_pool_goes_when_it_is_dropped_and_its_transfers_have_arrived(pool: PagePool) -> None:

@@ -32,6 +32,7 @@ def test_every_kind_has_its_planes_in_the_same_pages() -> None:
     stride = pool.whole.page_stride
     assert list(pool) == list(KINDS) and len(pool) == 3 and "state" in pool
     assert stride % 16 == 0 and stride - 16 < max(layout.page_bytes for layout in KINDS.values()) <= stride
+    assert pool in {pool: 1} and pool != dict(pool)
     assert pool.padding == {name: stride - layout.page_bytes for name, layout in KINDS.items()}
     for name, layout in KINDS.items():
         assert pool[name].allocator is pool.allocator and pool[name].layout == layout

@@ -26,6 +26,21 @@ def test_the_ring_overwrites_nothing_in_flight_and_waits_for_nothing() -> None:
         assert torch.equal(pairs, transfer.pairs)
 
 
+def test_the_ring_goes_round_to_its_begin_only_where_that_has_arrived() -> None:
+    for finished in ((), (0,), (0, 1)):
+        ring = IndexRing(torch.zeros(10, 2, dtype=torch.int64))
+        transfers = [ring_transfer(4), ring_transfer(4)]
+        kept = [ring.put(transfer) for transfer in transfers]
+        for i in finished:
+            transfers[i].finished = True
+        transfers += [ring_transfer(4), ring_transfer(3)]  # round again, and where the second begins
+        rows = ring.rows
+        kept += [ring.put(transfer) for transfer in transfers[2:]]
+        for transfer, pairs in zip(transfers, kept, strict=True):
+            assert transfer.finished or torch.equal(pairs, transfer.pairs)
+        assert (ring.rows is rows) == (len(finished) == 2)
+
+
 def test_the_ring_grows_with_a_transfer_and_keeps_what_is_in_flight() -> None:
     ring = IndexRing(torch.zeros(4, 2, dtype=torch.int64))
     first, second = ring_transfer(3), ring_transfer(9)

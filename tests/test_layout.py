@@ -125,6 +125,7 @@ def test_every_dtype_survives_json(dtype: torch.dtype) -> None:
         json.dumps({"page_size": 1, "page_bytes": 8, "planes": [3]}),
         LAYOUTS["page_major"].to_json().replace("bfloat16", "bfloat17"),
         LAYOUTS["page_major"].to_json().replace("bfloat16", "nn"),
+        LAYOUTS["page_major"].to_json().replace('"bfloat16"', "16"),
         LAYOUTS["page_major"].to_json().replace('"page_size": 4', '"page_size": "4"'),
         LAYOUTS["page_major"].to_json().replace('"page_size": 4', '"page_size": 4.5'),
     ],
@@ -132,6 +133,15 @@ def test_every_dtype_survives_json(dtype: torch.dtype) -> None:
 def test_json_that_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="layout's JSON|unknown dtype|must be integers"):
         PageLayout.from_json(text)
+
+
+def test_a_planes_shape_may_be_any_sequence_and_its_kind_is_a_string() -> None:
+    shapes = [2, 4], (2, 4), torch.Size((2, 4))
+    planes = [Plane(0, "key", 0, 16, 8, shape, torch.bfloat16) for shape in shapes]  # type: ignore[arg-type]
+    assert len(set(planes)) == 1 and len({PageLayout(2, 32, (plane,)) for plane in planes}) == 1
+    for kind in (0, None, ["key"]):
+        with pytest.raises(ValueError, match=r"kind=.* must be a string"):
+            Plane(0, kind, 0, 16, 8, (2, 4), torch.bfloat16)  # type: ignore[arg-type]
 
 
 def test_equality_and_hash_look_at_the_geometry_not_at_name_or_order() -> None:

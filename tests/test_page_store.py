@@ -1,5 +1,6 @@
 """PageStore: keys, the bound and its order, other processes, and writers that die."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -47,7 +48,7 @@ def test_pages_come_back_under_their_key(name: str, tmp_path: Path) -> None:
     (page,) = PageStore(tmp_path / "deep" / "folder", 1 << 20, model=MODEL).get("two", dst) or []
     assert torch.equal(dst.pages[page], src.pages[5])
     assert "one" in store and "three" not in store and len(store) == 2
-    assert store.nbytes == sum(path.stat().st_size for path in store.folder.glob("*.safetensors"))
+    assert store.nbytes == sum(path.stat().st_size for path in store.folder.glob("*.pages.safetensors"))
 
 
 def test_a_key_that_is_not_there_is_none_and_takes_no_page(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_a_folder_is_listed_only_when_it_seems_full(tmp_path: Path, monkeypatch:
     assert not listed and len(entries()) == 64
     for n in range(64, 69):
         store.put(f"{n}", pool, [0, 1])
-    assert len(listed) == 1 and [entry.path.stem for entry in entries()] == [f"{n}" for n in range(5, 69)]
+    assert len(listed) == 1 and [int(entry.path.name.split(".")[0]) for entry in entries()] == [*range(5, 69)]
     for n in range(5, 10):
         store.discard(f"{n}")
     store.put("more", pool, [0, 1])
@@ -124,13 +125,54 @@ def test_a_store_that_is_opened_smaller_keeps_to_it(tmp_path: Path) -> None:
     assert PageStore(tmp_path, 2 * ENTRY - 1, model=MODEL).keys() == ["c"]
 
 
+def test_other_files_of_the_folder_neither_count_nor_are_touched(tmp_path: Path) -> None:
+    """Weights of a model, say, and files of save_pages: opened, filled beyond its bound, and every key discarded."""
+    pool, others = packed_pool(LAYOUT, 6), ["model.safetensors", "a.safetensors", "a.pages", ".x.pages.safetensors"]
+    for name in others:
+        pm_ops.save_pages(tmp_path / name, pool, [0, 1], model=MODEL)
+    before = {name: (tmp_path / name).read_bytes() for name in others}
+    store = PageStore(tmp_path, 2 * ENTRY, model=MODEL)
+    assert store.keys() == [] and store.nbytes == 0 and "a" not in store and "model" not in store
+    for key in "abc":
+        assert store.put(key, pool, [0, 1])
+    assert store.keys() == ["b", "c"] == [key for key in "bcd" if store.discard(key)]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"} == before
+
+
+@pytest.mark.parametrize("damage", [lambda lock: lock.unlink(), lambda lock: os.truncate(lock, 1)])
+def test_the_bound_outlives_the_file_in_which_the_total_is_kept(damage: Any, tmp_path: Path) -> None:
+    pool = packed_pool(LAYOUT, 6)
+    store = PageStore(tmp_path, 3 * ENTRY, model=MODEL)
+    for key in "abc":
+        store.put(key, pool, [0, 1])
+    damage(tmp_path / ".lock")
+    store.put("d", pool, [0, 1])
+    assert store.keys() == ["b", "c", "d"]
+
+
+def test_locks_end_with_their_block_though_a_forked_child_has_their_files(tmp_path: Path) -> None:
+    """A descriptor that was duplicated shares its lock, as one that a child was born with does."""
+    store, pool = PageStore(tmp_path, 1 << 20, model=MODEL), packed_pool(LAYOUT, 6)
+    with store._locked() as lock:
+        kept = [os.dup(lock)]
+    with pm_ops.disk.finished(tmp_path, pm_ops.disk.packed(pool, [0, 1], MODEL)) as temporary:
+        (fd,) = [fd for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").resolve() == temporary]
+        kept.append(os.dup(int(fd)))
+        temporary.rename(tmp_path / "published")
+    for path in (tmp_path / ".lock", tmp_path / "published"):
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for fd in kept:
+        os.close(fd)
+
+
 def test_entries_copied_into_the_folder_count_from_the_next_opening_on(tmp_path: Path) -> None:
     pool = packed_pool(LAYOUT, 6)
     PageStore(tmp_path / "there", 3 * ENTRY, model=MODEL)
     here = PageStore(tmp_path / "here", 3 * ENTRY, model=MODEL)
     for key in "abc":
         here.put(key, pool, [0, 1])
-        os.rename(here.folder / f"{key}.safetensors", tmp_path / "there" / f"{key}.safetensors")
+        os.rename(here.folder / f"{key}.pages.safetensors", tmp_path / "there" / f"{key}.pages.safetensors")
     store = PageStore(tmp_path / "there", 3 * ENTRY, model=MODEL)
     store.put("d", pool, [0, 1])
     assert store.keys() == ["b", "c", "d"]
@@ -168,7 +210,7 @@ def test_arguments_in_another_order_are_refused(tmp_path: Path) -> None:
 def test_an_entry_that_was_cut_is_none_that_is_there_already(tmp_path: Path) -> None:
     store, pool = PageStore(tmp_path, 1 << 20, model=MODEL), packed_pool(LAYOUT, 6)
     store.put("a", pool, [0, 1])
-    os.truncate(tmp_path / "a.safetensors", ENTRY - 1)
+    os.truncate(tmp_path / "a.pages.safetensors", ENTRY - 1)
     with pytest.raises(ValueError, match="truncated: .* inside page 1 of 2"):
         store.put("a", pool, [0, 1])
     assert store.discard("a") and store.put("a", pool, [0, 1])
@@ -220,7 +262,7 @@ def test_entries_of_another_layout_model_or_number_are_refused_and_stay(tmp_path
     ]
     for opened, target, pages, message in cases:
         for call in (opened.get, opened.put):
-            with writes_only(target.buffer, []), pytest.raises(ValueError, match=f"a.safetensors: .*{message}"):
+            with writes_only(target.buffer, []), pytest.raises(ValueError, match=f"a.pages.safetensors: .*{message}"):
                 call("a", target, pages)
     assert store.keys() == ["a"]
 
@@ -230,7 +272,7 @@ def test_a_damaged_entry_is_refused_until_it_is_discarded(tmp_path: Path) -> Non
     for damage, message in ((lambda d: d[:-1], "inside page 1 of 2"), (lambda d: d[:-1] + b"?", "page 1 of 2"),
                             (lambda d: d[:50], "before page 0"), (lambda d: b"", "before page 0")):  # fmt: skip
         store.put("a", pool, [0, 1])
-        path = tmp_path / "a.safetensors"
+        path = tmp_path / "a.pages.safetensors"
         path.write_bytes(damage(path.read_bytes()))
         for _ in range(2):
             with writes_only(pool.buffer, []), pytest.raises(ValueError, match=message):

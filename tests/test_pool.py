@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pages import MIXED
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pm_ops
 from pm_ops import PageLayout, PagePool, Plane
@@ -305,6 +306,47 @@ def test_a_base_or_stride_that_does_not_fit_is_refused(options: dict[str, int], 
     assert LAYOUTS["page_major"].page_bytes == 240
     with pytest.raises(ValueError, match=message):
         PagePool(LAYOUTS["page_major"], 2, buffer=torch.zeros(4096, dtype=torch.uint8), **options)
+
+
+@pytest.mark.parametrize("layer", [-1, -3, 3])
+def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+    """-1 is no last layer: its planes would lie before the page."""
+    pool = PagePool(pm_ops.page_major(3, 1, 8, 4, torch.float32), 2)
+    fill_random(pool.buffer)
+    row, slot = torch.ones(1, 1, 8), torch.tensor([0])
+    for call in (
+        lambda: pool.geometry(layer, "key"),
+        lambda: pool.plane(layer, "value"),
+        lambda: pool.view(layer, "key"),
+        lambda: pm_ops.store_kv(pool, layer, row, None, slot),
+    ):
+        with writes_only(pool.buffer, []), pytest.raises(ValueError, match=f"of layer {layer} in this layout"):
+            call()
+
+
+def test_a_list_of_ids_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        pool = PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 2, buffer=torch.empty(512, dtype=torch.uint8))
+        pool.buffer = torch.empty(512, dtype=torch.uint8, device="cuda:0")
+        ids = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="ids in a list .*; pass a tensor that is there"):
+            pool.gather([0])
+        assert pool.gather(ids).shape == (1, pool.layout.page_bytes)
+
+
+def test_a_device_that_is_not_the_buffers_is_refused_by_its_index_too() -> None:
+    layout = pm_ops.page_major(1, 1, 8, 4, torch.float32)
+    buffer = torch.zeros(512, dtype=torch.uint8)
+    for device in ("cpu", "cpu:0", None):
+        assert PagePool(layout, 2, device, buffer=buffer).device == buffer.device
+    with FakeTensorMode():
+        buffer = torch.empty(512, dtype=torch.uint8, device="cuda:0")
+        for device in ("cuda", "cuda:0"):
+            PagePool(layout, 2, device, buffer=buffer)
+        for device in ("cuda:7", "cpu"):
+            with pytest.raises(ValueError, match=f"device={device} but the buffer is on cuda:0"):
+                PagePool(layout, 2, device, buffer=buffer)
 
 
 @pytest.mark.parametrize(

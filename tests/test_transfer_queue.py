@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from delayed import LAYOUT, PAGE, Stream, delayed
+from delayed import LAYOUT, PAGE, Stream, delayed, on_a_gpu
 from pages import LAYOUTS, packed_pool
 
 from pm_ops import PagePool, transfer_plan, transfer_queue
@@ -104,6 +104,43 @@ def test_two_streams_take_turns_each_behind_the_other(log, monkeypatch) -> None:
     assert log[4:] == [("copy", second), ("wait", second), ("copy", first)]
     other.synchronize()
     assert saved.done() and torch.equal(host.pool.gather(saved.pages + other.pages), pool.gather(range(5)))
+
+
+def test_a_transfer_comes_after_what_is_queued(log, monkeypatch) -> None:
+    """The stream of the model's work: it stores and reads pages when its turn comes, as a kernel does."""
+    pool, host = delayed(log)
+    current, stored = on_a_gpu(host, log, monkeypatch), packed_pool(LAYOUT, 8, seed=5).pages
+    current.work.append(lambda: pool.pages.copy_(stored))
+    saved = host.offload([0, 1])
+    saved.synchronize()
+    assert torch.equal(host.pool.gather(saved.pages), stored[:2])
+    read = []
+    current.work.append(lambda: read.append(pool.gather([6, 7])))
+    host.restore(saved.pages, [6, 7]).synchronize()
+    assert torch.equal(read[0], stored[6:]) and torch.equal(pool.gather([6, 7]), stored[:2])
+
+
+def test_what_is_queued_behind_a_wait_comes_after_the_transfer(log, monkeypatch) -> None:
+    pool, host = delayed(log)
+    current, before = on_a_gpu(host, log, monkeypatch), pool.gather([0, 1])
+    saved = host.offload([0, 1])
+    saved.wait()
+    current.work.append(lambda: pool.zero([0, 1]))
+    current.synchronize()
+    assert saved.done() and torch.equal(host.pool.gather(saved.pages), before)
+
+
+def test_a_layer_that_is_waited_for_holds_what_is_queued_behind(log, monkeypatch) -> None:
+    pool, host = delayed(log)
+    saved = host.offload([0])
+    saved.synchronize()
+    current, read, block = on_a_gpu(host, log, monkeypatch), [], PAGE // 3
+    back = host.restore(saved.pages, [7], by_layer=True)
+    for layer in range(2):
+        back.wait_layer(layer)
+    current.work.append(lambda: read.append(pool.gather([7])[:, : 2 * block]))
+    current.synchronize()
+    assert torch.equal(read[0], pool.gather([0])[:, : 2 * block])
 
 
 def test_layers_are_there_one_after_the_other(log) -> None:

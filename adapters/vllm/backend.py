@@ -21,7 +21,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from pm_ops.kernels import fa3
-from pm_ops.ops.attention import FA3_QUERIES, AttentionOut
+from pm_ops.ops.attention import AttentionOut
+from pm_ops.ops.attention_choice import FA3_QUERIES
 
 from .config import HOW, Settings
 from .layout import LayerCache, locate

@@ -25,8 +25,6 @@ WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """By bytes: what is moved as it is. Two of the widest a thread are what the compiler joins to 16 bytes."""
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with exp2, the hardware's exponential
 LN2 = tl.constexpr(0.6931471805599453)
-# Casts to these saturate; 0.0 stands for a plain cast.
-SATURATES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 ROUND = tl.constexpr(1.5 * 2**23)  # x + ROUND - ROUND is x rounded to an integer, to nearest even, for |x| < 2^22
 
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import SATURATES, TRITON_DTYPE, cdiv, next_power_of_2
+from ..ops._quantise import LARGEST
+from .common import TRITON_DTYPE, cdiv, next_power_of_2
 from .launch import Launch
 from .rows import (
     cells_of,
@@ -336,10 +337,10 @@ def _launch(
         ),
         KEY_SCALED=scaled[0],
         KEY_DTYPE=TRITON_DTYPE[dtypes[0]],
-        KEY_LIMIT=SATURATES.get(dtypes[0], 0.0),
+        KEY_LIMIT=LARGEST.get(dtypes[0], 0.0),
         VALUE_SCALED=scaled[1],
         VALUE_DTYPE=TRITON_DTYPE[dtypes[1]],
-        VALUE_LIMIT=SATURATES.get(dtypes[1], 0.0),
+        VALUE_LIMIT=LARGEST.get(dtypes[1], 0.0),
         PAGE_SIZE=page_size,
         QUERY_HEADS=query_heads,
         KEY_HEADS=key_heads,

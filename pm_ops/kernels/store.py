@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import SATURATES, TRITON_DTYPE, cast_to, cdiv, decoded, next_power_of_2
+from ..ops._quantise import LARGEST
+from .common import TRITON_DTYPE, cast_to, cdiv, decoded, next_power_of_2
 from .launch import Launch, launch
 from .rows import cells_of, load_row, load_scale, one_scale, rows_of, slots_of, store_row, store_rows, tile
 
@@ -155,7 +156,7 @@ def _side(rows: _Rows | None) -> _Side:
         strides=(*strides, *plane),
         scale_plane=None if scale_plane is None else scale_plane[:4],
         dtype=TRITON_DTYPE[dtype],
-        limit=SATURATES.get(dtype, 0.0),
+        limit=LARGEST.get(dtype, 0.0),
     )
 
 

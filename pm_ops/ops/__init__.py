@@ -1,5 +1,20 @@
-"""The operators, one file a family: schema, fake and CPU kernel on one screen. Importing this registers them all."""
+"""The operators, one file a family: schema, fake and CPU kernel on one screen. Importing this registers them all.
 
-from . import attention, conv, gated_delta, merge, mla, pages, repack, rope, selective, store
+Attention's are in three: its arguments, its specification, and the choice of an implementation.
+"""
 
-__all__ = ["attention", "conv", "gated_delta", "merge", "mla", "pages", "repack", "rope", "selective", "store"]
+from . import attention, attention_choice, conv, gated_delta, merge, mla, pages, repack, rope, selective, store
+
+__all__ = [
+    "attention",
+    "attention_choice",
+    "conv",
+    "gated_delta",
+    "merge",
+    "mla",
+    "pages",
+    "repack",
+    "rope",
+    "selective",
+    "store",
+]

@@ -1,7 +1,8 @@
 """What every operator shares: registration, argument checks, and the one address formula in torch.
 
 An operator is a *schema*, a dataclass with the schema's arguments whose ``check`` refuses bad input, a *fake*, a *CPU
-kernel* in plain torch (the specification) and a *Triton launcher*. The check runs before each of the three.
+kernel* in plain torch (the specification) and a *Triton launcher*. The check runs before each of the three, and one of
+where the tensors lie before the two kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ..layout import dtype_name
+from ._quantise import LARGEST
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 PLANE_DTYPES = (*ROW_DTYPES, torch.int8)
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-"""The 8-bit dtypes, which saturate, and the largest number that is stored in each."""
-TINY = torch.finfo(torch.float32).tiny
+ALIGNMENT = 16
+"""Bytes: a buffer begins at a multiple of them, as every allocation does."""
 INDEX_DTYPES = (torch.int32, torch.int64)
 CHECKS = os.environ.get("PM_OPS_CHECKS", "0") not in ("", "0")
 """Whether index *values* are checked on CUDA too, by device asserts (environment variable ``PM_OPS_CHECKS=1``)."""
@@ -61,6 +62,9 @@ def define(
             ``pm_ops.kernels``: it is imported at the first call, so that importing pm_ops never needs triton.
     """
 
+    _LIBRARY.define(name + signature, tags=_TAGS)
+    check_memory = memory_check(getattr(torch.ops.pm_ops, name).default._schema)
+
     def run_fake(*args: Any, **kwargs: Any) -> Any:
         parsed = arguments(*args, **kwargs)
         parsed.check()
@@ -69,6 +73,7 @@ def define(
     def run_cpu(*args: Any, **kwargs: Any) -> Any:
         parsed = arguments(*args, **kwargs)
         parsed.check()
+        check_memory(parsed)
         parsed.check_values()
         return cpu(parsed)
 
@@ -77,11 +82,11 @@ def define(
     def run_cuda(*args: Any, **kwargs: Any) -> Any:
         parsed = arguments(*args, **kwargs)
         parsed.check()
+        check_memory(parsed)
         if CHECKS:
             parsed.check_values()
         return launcher(parsed)
 
-    _LIBRARY.define(name + signature, tags=_TAGS)
     _LIBRARY.impl(name, run_cpu, "CPU")
     _LIBRARY.impl(name, run_cuda, "CUDA")
     torch.library.register_fake(f"pm_ops::{name}", run_fake, lib=_LIBRARY)
@@ -144,6 +149,49 @@ def require_buffer(buffer: Tensor, name: str = "buffer") -> None:
         raise ValueError(f"{name} must be a 1-D contiguous uint8 tensor, got {describe(buffer)}; pass PagePool.buffer")
 
 
+def memory_check(schema: torch.FunctionSchema) -> Callable[[Any], None]:
+    """A check of where the tensors of a call lie, which fakes cannot make: they have no addresses.
+
+    Raises ValueError where a buffer does not begin at a multiple of :data:`ALIGNMENT` bytes, which kernels load at
+    once, and where an argument shares bytes with the one that is written: a kernel's programs read and write in any
+    order.
+    """
+    tensors = [a for a in schema.arguments if a.type.isSubtypeOf(torch._C.OptionalType.ofTensor())]
+    buffers = [a.name for a in tensors if a.name in ("buffer", "source", "target")]
+    written = next((a.name for a in tensors if a.alias_info is not None and a.alias_info.is_write), None)
+    read = [a.name for a in tensors if a.name != written]
+
+    def check(arguments: Any) -> None:
+        for name in buffers:
+            if getattr(arguments, name).data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"{name} begins {getattr(arguments, name).data_ptr() % ALIGNMENT} bytes behind a multiple of "
+                    f"{ALIGNMENT}; pass PagePool.buffer, or a tensor with storage offset 0"
+                )
+        if written is None:
+            return
+        target = getattr(arguments, written)
+        first = target.data_ptr()
+        end, storage = first + target.nbytes, first - target.storage_offset() * target.itemsize
+        for name in read:
+            tensor = getattr(arguments, name)
+            if tensor is not None and storage <= (at := tensor.data_ptr()) < end and at + span(tensor) > first:
+                raise ValueError(
+                    f"{name} and {written} share memory, so that bytes could be written before they are read; pass "
+                    f"{name}.clone()"
+                )
+
+    return check
+
+
+def span(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
 def require_indices(name: str, index: Tensor, device: torch.device, dim: int = 1) -> None:
     if index.dtype not in INDEX_DTYPES or index.dim() != dim:
         raise ValueError(f"{name} must be a {dim}-D int32 or int64 tensor, got {describe(index)}")
@@ -202,6 +250,8 @@ def require_plane(
         offset >= 0,
         page_stride >= 0,
         token_stride >= 0,
+        either(page_stride > 0, num_pages == 1),
+        either(token_stride > 0, page_size == 1),
         head_stride >= dim * item or heads == 1,
         num_pages >= 1,
         page_size >= 1,
@@ -214,9 +264,16 @@ def require_plane(
                 lambda: (
                     f"{name}_plane {list(plane)} does not hold pages of {page_size} x {heads} heads x {dim} "
                     f"{dtype_name(dtype)} in a buffer of {nbytes} bytes: offset and strides must be multiples of "
-                    f"{item} and not negative, heads must not overlap, and the last element ends at byte {end}"
+                    f"{item}, none negative, and strides over several pages or tokens not 0 either; heads must not "
+                    f"overlap; and the last element ends at byte {end}"
                 ),
             )
+
+
+def require_finite(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, float | int) and not math.isfinite(number):
+            raise ValueError(f"{name}={number} must be a finite number")
 
 
 def require_scale(
@@ -240,6 +297,10 @@ def require_scale(
         if of not in LARGEST:
             supported, got = ", ".join(map(dtype_name, LARGEST)), dtype_name(of) if of else "no rows"
             raise ValueError(f"{name}_plane goes with a plane of {supported}; got {got}")
+        return
+    if of is None:
+        if tensor is not None or scale != 1.0:
+            raise ValueError(f"{name} was given without the rows that it scales; leave it out")
         return
     if of is torch.int8 and tensor is None and scale == 1.0:
         raise ValueError(
@@ -281,11 +342,6 @@ def require_distinct(name: str, index: Tensor) -> None:
     )
 
 
-def scale_value(scale: float, tensor: Tensor | None) -> float | Tensor:
-    """The scale to compute with: the device tensor where one was given, as a scalar tensor."""
-    return scale if tensor is None else tensor.reshape(())
-
-
 def require_scale_plane(name: str, nbytes: int, plane: Sequence[int] | None, page_size: int, heads: int) -> None:
     """A plane of scales, where there is one, is one of fp32 ``(heads, 1)`` in the buffer."""
     if plane is not None:
@@ -306,43 +362,6 @@ def plane_view(
 def bits(x: Tensor) -> Tensor:
     """The same bytes as integers, so that indexing moves them unchanged (NaN payloads), fp8 too."""
     return x.view(_BITS[x.dtype.itemsize])
-
-
-def quantise(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """``x / scale`` in fp32, rounded to nearest even; 8 bits saturate (inf to the largest value), NaN stays NaN.
-
-    int8 has no NaN: -128, which no number gives, stands for it.
-    """
-    if isinstance(scale, Tensor) or scale != 1.0:
-        x = x.float() / torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    if dtype in LARGEST:
-        x = x.float().clamp(-LARGEST[dtype], LARGEST[dtype])
-    if dtype == torch.int8:
-        x = torch.where(x.isnan(), -128.0, x.round())
-    return x.to(dtype)
-
-
-def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows ``[..., dim]`` as 8 bits, and the float32 scale ``[..., 1]`` of each.
-
-    The scale is the row's largest magnitude over the dtype's largest number, but at least the smallest normal float32,
-    so that the quotient never overflows, and 1 for a row of zeros. A row with a NaN or an infinity has no scale: it is
-    stored as zeros with a scale of NaN, and reads as NaN.
-    """
-    size = x.float().abs().amax(-1, keepdim=True)
-    finite = size.isfinite()
-    scale = (size / torch.tensor(LARGEST[dtype], device=x.device)).clamp(min=TINY)
-    scale = torch.where(finite & (size > 0), scale, 1.0)
-    stored = quantise(torch.where(finite, x.float(), 0.0), dtype, scale)
-    return stored, torch.where(finite, scale, torch.nan)
-
-
-def dequantise(x: Tensor, scale: float | Tensor, scales: Tensor | None = None) -> Tensor:
-    """Stored rows ``[..., heads, dim]`` in float32, by one scale or by ``scales [..., heads, 1]``."""
-    if scales is not None:
-        return x.float() * scales
-    y = x.float()
-    return (torch.where(x == -128, torch.nan, y) if x.dtype == torch.int8 else y) * scale
 
 
 def describe(t: Tensor) -> str:

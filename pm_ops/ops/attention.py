@@ -1,4 +1,7 @@
-"""``attention`` over pages: ragged batches of decode, prefill and both, in one operator."""
+"""The arguments of ``attention`` over pages, ragged batches of decode, prefill and both in one call, and their checks.
+
+What it computes is in :mod:`pm_ops.ops.attention_reference`, who computes it in :mod:`pm_ops.ops.attention_choice`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ import torch
 from torch import Tensor
 
 from ._common import (
-    define,
-    dequantise,
     describe,
     either,
-    kernel,
     plane_view,
     require,
     require_buffer,
     require_device,
+    require_finite,
     require_in_range,
     require_indices,
     require_no_grad,
@@ -27,12 +28,9 @@ from ._common import (
     require_scale,
     require_scale_plane,
     require_values,
-    scale_value,
 )
 
 IMPLEMENTATIONS = ("auto", "triton", "fa3", "reference")
-FA3_QUERIES = 16
-"""``impl="auto"`` may take FlashAttention 3 for more queries of a sequence than these."""
 BATCH_INVARIANT_KEYS = 524288
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -63,8 +61,9 @@ class Attention:
             sequence, column ``j`` its key ``j``. Keys past ``S`` are hidden.
         key_scale, value_scale: stored = x / scale; a float, or ``*_tensor``, one float32 element on the device, or
             ``*_plane``, a plane of float32 ``(kv_heads, 1)`` with the scale of each token and head.
-        max_query_len: 0 or an upper bound of the query tokens of one sequence, which helps to choose a kernel. It must
-            hold: FlashAttention 3 leaves queries past it out.
+        max_query_len: 0 (unknown), or at least the most query tokens of one sequence, which helps to choose a kernel.
+            It must hold, and is refused where it does not and values are checked; elsewhere queries past it may be left
+            out of the result, as FlashAttention 3 does.
         max_seq_len: 0 or about the most keys of one sequence, a hint for dividing the work where ``page_table`` is much
             wider. It changes nothing but the order of sums.
         batch_invariant: a row's result, to the bit, follows from its query and its keys alone, whatever else is in the
@@ -74,7 +73,8 @@ class Attention:
             missing or lacks what the call needs, see ``pm_ops.kernels.fa3``); ``"reference"`` (plain torch;
             synchronises on CUDA); or ``"auto"``: reference on CPU, on CUDA triton; but fa3 where a sequence has more
             than ``FA3_QUERIES`` queries (``max_query_len``, else ``Tq / B``), Triton's kernel for so many
-            (``pm_ops.kernels.attention_hopper``) does not take the call, and fa3 can. :func:`choose` tells which.
+            (``pm_ops.kernels.attention_hopper``) does not take the call, and fa3 can. See
+            :mod:`pm_ops.ops.attention_choice`.
 
     Returns ``out [Tq, Hq, value_dim]`` of the query's dtype and ``lse [Tq, Hq]`` float32, natural log, sinks included
     (``[0]`` if not asked for). A row that sees no key gives 0 and -inf (with sinks: the sink). Bytes of slots that no
@@ -154,6 +154,7 @@ class Attention:
         ):
             require_scale(name, scale, tensor, plane, dtype, device)
             require_scale_plane(name, nbytes, plane, self.page_size, self.kv_heads)
+        require_finite(softmax_scale=self.softmax_scale, softcap=self.softcap)
         require(
             self.window >= 0 and self.softcap >= 0 and self.max_query_len >= 0 and self.max_seq_len >= 0,
             lambda: (
@@ -241,14 +242,14 @@ class Attention:
                     f"{self.query.shape[0]} query rows"
                 ),
             )
-            if self.max_query_len:
-                require_values(
-                    queries <= self.max_query_len,
-                    lambda: f"max_query_len={self.max_query_len}, but a sequence has {int(queries.max())} query tokens",
-                )
             if self.bias is not None and self.bias.shape[2] != 1:
                 most = self.bias.shape[2]
                 require_values(queries <= most, lambda: self._bias_too_short(int(queries.max())))
+        if self.max_query_len:
+            require_values(
+                queries <= self.max_query_len,
+                lambda: f"max_query_len={self.max_query_len}, but a sequence has {int(queries.max())} query tokens",
+            )
         if table.numel():
             first = torch.arange(table.shape[1], device=table.device) * self.page_size
             read = (first < lengths[:, None]) & (queries > 0)[:, None]
@@ -308,6 +309,7 @@ def require_batch(a: Batch) -> None:
     device, q = a.buffer.device, a.query
     if q.dim() != 3 or q.dtype not in QUERY_DTYPES:
         raise ValueError(f"query must be float32, float16 or bfloat16 [tokens, heads, head_dim], got {describe(q)}")
+    require(q.shape[1] >= 1, lambda: f"query needs a head at least, got {describe(q)}")
     require_device("query", q, device)
     require_indices("page_table", a.page_table, device, dim=2)
     require_indices("seq_lens", a.seq_lens, device)
@@ -320,157 +322,3 @@ def require_batch(a: Batch) -> None:
         )
     else:
         require_query_start(a.query_start, batch, device)
-
-
-def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
-    """The specification: dense float32 attention, one sequence at a time."""
-    tokens, heads, key_dim = a.query.shape
-    out = torch.zeros(tokens, heads, a.value_dim, device=a.query.device)
-    lse = torch.full((tokens, heads), -torch.inf, device=a.query.device)
-    key_scale = scale_value(a.key_scale, a.key_scale_tensor)
-    value_scale = scale_value(a.value_scale, a.value_scale_tensor)
-    key = (a.key_plane, key_dim, a.key_dtype, key_scale, a.key_scale_plane)
-    value = (a.value_plane, a.value_dim, a.value_dtype, value_scale, a.value_scale_plane)
-    lengths, batch = a.seq_lens.tolist(), a.seq_lens.shape[0]
-    uniform = tokens // max(batch, 1)
-    starts = [b * uniform for b in range(batch + 1)] if a.query_start is None else a.query_start.tolist()
-    for b in range(batch):
-        rows = slice(starts[b], starts[b + 1])
-        if starts[b] == starts[b + 1]:
-            continue
-        oldest = lengths[b] - (starts[b + 1] - starts[b]) - a.window + 1 if a.window else 0
-        first = max(oldest, 0) // a.page_size  # pages before every query's window may be gone
-        table = a.page_table[b, first : -(-lengths[b] // a.page_size)].long()
-        length = max(lengths[b] - first * a.page_size, 0)
-        k, v = _rows(a, table, length, *key), _rows(a, table, length, *value)
-        out[rows], lse[rows] = _attend(a, b, first * a.page_size, a.query[rows].float(), k, v)
-    return out.to(a.query.dtype), lse if a.return_lse else lse.new_empty(0)
-
-
-def _rows(
-    a: Attention,
-    table: Tensor,
-    length: int,
-    plane: Sequence[int],
-    dim: int,
-    dtype: torch.dtype,
-    scale: float | Tensor,
-    scale_plane: Sequence[int] | None,
-) -> Tensor:
-    """A sequence's first ``length`` rows of a plane, ``[length, kv_heads, dim]`` float32."""
-
-    def stored(plane: Sequence[int], dim: int, dtype: torch.dtype) -> Tensor:
-        pages = plane_view(a.buffer, plane, a.page_size, a.kv_heads, dim, dtype)[table]
-        return pages.reshape(-1, a.kv_heads, dim)[:length]
-
-    scales = None if scale_plane is None else stored(scale_plane, 1, torch.float32)
-    return dequantise(stored(plane, dim, dtype), scale, scales)
-
-
-def _attend(a: Attention, b: int, first: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One sequence: ``q [n, Hq, Dk]``, its keys from ``first`` on ``k [s, Hkv, Dk]`` and ``v [s, Hkv, Dv]``."""
-    n, heads, _ = q.shape
-    end = first + k.shape[0]
-    group = heads // a.kv_heads
-    q = q.transpose(0, 1).reshape(a.kv_heads, group * n, -1)
-    logits = (q @ k.permute(1, 2, 0)).view(heads, n, -1) * a.softmax_scale
-    if a.softcap:
-        logits = a.softcap * torch.tanh(logits / a.softcap)
-    position = torch.arange(end - n, end, device=q.device)[:, None]
-    j = torch.arange(first, end, device=q.device)
-    if a.alibi_slopes is not None:
-        logits = logits + a.alibi_slopes.float()[:, None, None] * (j - position)
-    visible = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device)
-    if a.causal:
-        visible &= j <= position
-    if a.window:
-        visible &= (j > position - a.window) & (j < position + a.window)
-    visible = visible.expand(heads, -1, -1)
-    if a.bias is not None:
-        logits, visible = _biased(a.bias[b % a.bias.shape[0], ..., first:], logits, visible)
-    logits = torch.where(visible, logits, -torch.inf)
-    if a.sinks is not None:
-        logits = torch.cat((logits, a.sinks.float()[:, None, None].expand(-1, n, 1)), -1)
-    top = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((heads, n, 1), -torch.inf)
-    shift = torch.where(top == -torch.inf, 0.0, top)
-    p = torch.exp(logits - shift)
-    total = p.sum(-1, keepdim=True)
-    lse = (shift + torch.log(total)).squeeze(-1)
-    p = torch.where(total == 0, 0.0, p / total)[..., : k.shape[0]]
-    seen = visible.reshape(a.kv_heads, group * n, -1).any(1)  # a key nobody sees: 0 * NaN must not leak
-    v = torch.where(seen[..., None], v.transpose(0, 1), 0.0)
-    out = (p.reshape(a.kv_heads, group * n, -1) @ v).view(heads, n, -1)
-    return out.transpose(0, 1), lse.transpose(0, 1)
-
-
-def _biased(bias: Tensor, logits: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    heads, n, s = logits.shape
-    bias = bias[:, : n if bias.shape[1] > 1 else 1, :s].expand(heads, n, -1)
-    short = s - bias.shape[-1]
-    if bias.dtype == torch.bool:
-        return logits, visible & torch.nn.functional.pad(bias, (0, short), value=False)
-    bias = torch.nn.functional.pad(bias.float(), (0, short), value=-torch.inf)
-    return logits + bias, visible & (bias != -torch.inf)
-
-
-_IMPLEMENTATIONS = {
-    "triton": kernel("attention.attention"),
-    "fa3": kernel("fa3.attention"),
-    "reference": attention_reference,
-}
-_fa3_reason = kernel("fa3.reason")
-_hopper_takes = kernel("attention_hopper.takes")
-
-
-def choose(a: Attention) -> tuple[str, str]:
-    """What ``impl="auto"`` takes for this call, and why. It follows from shapes, dtypes and the machine."""
-    if a.query.device.type == "cpu":
-        return "reference", "the tensors are on the CPU"
-    queries = a.queries_per_sequence
-    if queries <= FA3_QUERIES:
-        return "triton", f"a sequence has {queries} queries, not more than {FA3_QUERIES}"
-    if _hopper_takes(a):
-        return "triton", f"its kernel for many queries takes the {queries} of a sequence"
-    reason = _fa3_reason(a)
-    if reason is not None:
-        return "triton", f"FlashAttention 3 cannot make this call: {reason}"
-    return "fa3", f"a sequence has {queries} queries, which Triton's kernel for many queries does not take"
-
-
-def _attention_cuda(a: Attention) -> tuple[Tensor, Tensor]:
-    return _IMPLEMENTATIONS[choose(a)[0] if a.impl == "auto" else a.impl](a)
-
-
-def _attention_fake(a: Attention) -> tuple[Tensor, Tensor]:
-    tokens, heads = a.query.shape[:2]
-    lse = (tokens, heads) if a.return_lse else (0,)
-    return a.query.new_empty((tokens, heads, a.value_dim)), a.query.new_empty(lse, dtype=torch.float32)
-
-
-_ARGUMENTS = (
-    "Tensor buffer, Tensor query, Tensor page_table, Tensor seq_lens, Tensor? query_start, SymInt[] key_plane, "
-    "SymInt[] value_plane, SymInt page_size, SymInt kv_heads, SymInt value_dim, ScalarType key_dtype, "
-    "ScalarType value_dtype, float softmax_scale, bool causal=True, SymInt window=0, float softcap=0.0, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None, float key_scale=1.0, float value_scale=1.0, "
-    "Tensor? key_scale_tensor=None, Tensor? value_scale_tensor=None, SymInt max_query_len=0, bool return_lse=False, "
-    'str impl="auto", SymInt[]? key_scale_plane=None, SymInt[]? value_scale_plane=None, '
-    "bool batch_invariant=False, SymInt max_seq_len=0"
-)
-
-define(
-    "attention",
-    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
-    Attention,
-    fake=_attention_fake,
-    cpu=attention_reference,
-    cuda=_attention_cuda,
-)
-
-define(
-    "attention_out",
-    f"({_ARGUMENTS}, *, Tensor(a!) out) -> ()",
-    AttentionOut,
-    fake=lambda a: None,
-    cpu=lambda a: a.fill(attention_reference(a)[0]),
-    cuda=lambda a: a.fill(_attention_cuda(a)[0]),
-)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._common import define, kernel, plane_view, require, require_no_grad, require_plane, require_scale
-from .attention import Attention, attention_reference, require_batch
+from ._common import define, kernel, plane_view, require, require_finite, require_no_grad, require_plane, require_scale
+from .attention import Attention, require_batch
+from .attention_reference import attention_reference
 
 IMPLEMENTATIONS = ("auto", "triton", "hopper", "reference")
 
@@ -102,6 +103,7 @@ class MLAAttention:
             1 <= self.value_dim <= dim,
             lambda: f"value_dim={self.value_dim}: the value is the first elements of a row, which has {dim}",
         )
+        require_finite(softmax_scale=self.softmax_scale)
         require(
             self.max_query_len >= 0 and self.max_seq_len >= 0,
             lambda: f"max_query_len={self.max_query_len} and max_seq_len={self.max_seq_len} must not be negative",

@@ -13,11 +13,8 @@ from ._common import (
     ROW_DTYPES,
     bits,
     define,
-    dequantise,
     describe,
     plane_view,
-    quantise,
-    quantise_rows,
     require,
     require_buffer,
     require_device,
@@ -28,8 +25,8 @@ from ._common import (
     require_plane,
     require_scale,
     require_scale_plane,
-    scale_value,
 )
+from ._quantise import dequantise, quantise, quantise_rows, scale_value
 
 
 @dataclass(slots=True)

@@ -366,6 +366,21 @@ def test_nan_of_a_key_that_the_bias_hides_does_not_leak(device, form, kind):
 
 
 @on_each_device
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_what_lies_behind_a_bias_is_not_read(device, form):
+    """A sequence with more queries than it has rows, which is refused where values are checked, sees nothing there."""
+    case = attention_case(device, [30, 13], [9, 1])
+    rows = torch.full((1, 1, 9, 30), 1 if form == "bool" else torch.nan)
+    rows[:, :, :5] = hidden(1, 1, 5, 30) if form == "bool" else randn(1, 1, 5, 30)
+    rows = rows.bool() if form == "bool" else rows
+    whole = rows.clone()
+    whole[:, :, 5:] = False if form == "bool" else -INF
+    out, lse = attention(dataclasses.replace(case, bias=rows.to(device)[:, :, :5]))
+    assert not torch.isnan(out).any() and bool((lse[5:9] == -INF).all())
+    check_attention(dataclasses.replace(case, bias=whole.to(device)), out, lse)
+
+
+@on_each_device
 def test_a_nan_key_reaches_every_query_that_sees_it_and_no_earlier_one(device):
     case = attention_case(device, [40], 40, heads=(1, 1))
     buffer = case.buffer.cpu()

@@ -27,7 +27,7 @@ from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
 from pm_ops.kernels.mla import mla_attention
 from pm_ops.kernels.selective_scan import selective_scan_prefill
 from pm_ops.kernels.selective_update import selective_state_update
-from pm_ops.ops.attention import attention_reference
+from pm_ops.ops.attention_reference import attention_reference
 
 __all__ = ["load"]
 pytestmark = [

@@ -17,7 +17,9 @@ from torch import Tensor
 
 import pm_ops
 from pm_ops.kernels import fa3
-from pm_ops.ops.attention import FA3_QUERIES, Attention, AttentionOut, attention_reference, choose
+from pm_ops.ops.attention import Attention, AttentionOut
+from pm_ops.ops.attention_choice import FA3_QUERIES, choose
+from pm_ops.ops.attention_reference import attention_reference
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -368,7 +370,7 @@ def test_auto_takes_it_for_many_queries_of_a_sequence_only(fake: FakeLibrary) ->
 def test_auto_takes_tritons_kernel_for_many_queries_before_it(
     fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pm_ops.ops.attention._hopper_takes", lambda a: True)
+    monkeypatch.setattr("pm_ops.ops.attention_choice._hopper_takes", lambda a: True)
     text = "triton: its kernel for many queries takes the 30 of a sequence"
     assert chosen(fake, lens=[30], queries=30) == text
 

@@ -173,15 +173,9 @@ def test_states_move_once_a_page(device, page_size):
 
 
 @on_each_device
-def test_nothing_to_move_and_shared_memory(device):
+def test_nothing_to_move(device):
     source, target = side("page_major", UNIFORM, 8, 20, 1, device), side("BLNHC", UNIFORM, 8, 20, 2, device)
     launch(source, target, 0)
-    plan = pm_ops.RepackPlan(source.pool.layout, source.pool.layout)
-    pages = torch.tensor(source.pages, device=device)
-    buffers, region = (source.pool.buffer, source.pool.buffer.view(-1)), source.pool.region
-    arguments = RepackPages(*buffers, pages, pages, plan.table(source.pool.device), 20, 8, 8, region, region)
-    with pytest.raises(ValueError, match="share memory"):
-        repack_pages(arguments)
 
 
 @pytest.mark.gpu

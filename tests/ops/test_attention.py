@@ -79,6 +79,10 @@ def test_attention_over_a_prefix_and_a_suffix_merges_to_attention_over_both():
 REFUSED = {
     "heads 33 over 2": (lambda c: {"query": torch.zeros(2, 33, 32)}, "33 query heads cannot share 2"),
     "heads 3 over 2": (lambda c: {"query": torch.zeros(2, 3, 32)}, "3 query heads cannot share 2"),
+    "no query heads": (lambda c: {"query": torch.zeros(2, 0, 32)}, r"query needs a head at least, got float32 \[2, 0"),
+    "a scale of NaN": (lambda c: {"softmax_scale": float("nan")}, "softmax_scale=nan must be a finite number"),
+    "a cap of NaN": (lambda c: {"softcap": float("nan")}, "softcap=nan must be a finite number"),
+    "an infinite cap": (lambda c: {"softcap": float("inf")}, "softcap=inf must be a finite number"),
     "integer query": (lambda c: {"query": c.query.int()}, "query must be float32"),
     "a length past the table": (lambda c: {"seq_lens": torch.tensor([13, 33])}, "columns x page_size"),
     "a page past the pool": (lambda c: {"page_table": c.page_table.clamp(min=99)}, "page_table has 99"),
@@ -108,6 +112,10 @@ REFUSED = {
     "FlashAttention 3 on the CPU": (lambda c: {"impl": "fa3"}, "impl='fa3' needs CUDA tensors"),
     "more queries than the longest": (
         lambda c: {"query_start": torch.tensor([0, 0, 2]), "max_query_len": 1},
+        "max_query_len=1, but a sequence has 2",
+    ),
+    "more queries than the longest, all having equally many": (
+        lambda c: {"query": torch.zeros(4, 4, 32), "max_query_len": 1},
         "max_query_len=1, but a sequence has 2",
     ),
     "a scale twice": (lambda c: {"key_scale": 2.0, "key_scale_tensor": torch.tensor(2.0)}, "both given"),
@@ -168,6 +176,17 @@ def test_batch_invariance_has_a_widest_table():
     wide = torch.empty(2, BATCH_INVARIANT_KEYS // case.page_size + 1, dtype=torch.int32, device="meta")
     with pytest.raises(ValueError, match="at most 524288 keys, this one has 524292"):
         dataclasses.replace(case, page_table=wide).check()
+
+
+@pytest.mark.parametrize("oldest", [4, 5, 6, 7, 8])
+def test_the_page_of_a_windows_oldest_key_is_needed_and_no_earlier_one(oldest):
+    case = attention_case("cpu", [13], 1, page_size=4, window=13 - oldest)
+    needed, table = oldest // 4, case.page_table.clone()
+    table[0, :needed] = -1
+    check_attention(case, *call(case, page_table=table))
+    table[0, needed] = -1
+    with pytest.raises(ValueError, match="-1 where a page is read"):
+        call(case, page_table=table)
 
 
 def test_a_page_before_every_querys_window_may_be_gone():

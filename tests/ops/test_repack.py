@@ -287,14 +287,6 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(message):
     assert torch.equal(target, before)
 
 
-def test_elements_that_are_not_aligned_are_not_widened():
-    *pools, src, dst, tokens = wider_pools(torch.bfloat16, torch.float32, (64, 48), (16, 8))
-    wide = torch.zeros(pools[1].buffer.numel() + 2, dtype=torch.uint8)
-    pools[1].buffer = wide[2:]
-    with writes_only(wide, []), pytest.raises(ValueError, match=r"begin at multiples of \(2, 4\) bytes"):
-        pm_ops.RepackPlan(pools[0].layout, pools[1].layout).run(*pools, src, dst, tokens)
-
-
 def test_source_and_target_must_not_share_memory():
     source = side("page_major", UNIFORM, 8, 20, 1).pool
     runs = pm_ops.RepackPlan(source.layout, source.layout).table(source.device)

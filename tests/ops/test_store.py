@@ -197,6 +197,31 @@ def test_offset_and_strides_that_are_no_multiples_of_the_element_are_refused(shi
         torch.ops.pm_ops.store_kv(pool.buffer, *args)
 
 
+@pytest.mark.parametrize(("stride", "pages", "page_size"), [(1, 5, 4), (1, 2, 1), (2, 1, 2), (2, 5, 4)])
+def test_pages_and_tokens_that_lie_on_one_another_are_refused(stride, pages, page_size):
+    """A stride of 0, but over one page or one token, where none is used."""
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 2, 8, 4, torch.float32), 5)
+    fill_random(pool.buffer)
+    whole, rest = [0, 512, 64, 32, pages], {1: (1, page_size), 2: (pages, 1)}[stride]
+    flat = [0 if i == stride else n for i, n in enumerate(whole)]
+    args = (torch.ones(1, 2, 8), None, torch.tensor([0]))
+    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="not 0 either"):
+        torch.ops.pm_ops.store_kv(pool.buffer, *args, flat, None, page_size, torch.float32, None)
+    torch.ops.pm_ops.store_kv(pool.buffer, *args, [*flat[:4], rest[0]], None, rest[1], torch.float32, None)
+
+
+def test_scales_without_rows_are_refused():
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 2, 8, 4, torch.float8_e4m3fn), 5)
+    fill_random(pool.buffer)
+    rows, slot = torch.ones(1, 2, 8), torch.tensor([0])
+    for scale in (2.0, torch.tensor(2.0)):
+        with writes_only(pool.buffer, []):
+            with pytest.raises(ValueError, match="key_scale was given without the rows"):
+                pm_ops.store_kv(pool, 0, None, rows, slot, key_scale=scale)
+            with pytest.raises(ValueError, match="value_scale was given without the rows"):
+                pm_ops.store_kv(pool, 0, rows, None, slot, value_scale=scale)
+
+
 def test_page_size_one_and_many_give_the_same_bytes_as_a_layer_major_tensor():
     """One operator on a plain [slots, heads, dim] tensor, on pages of one slot, and on pages of four."""
     rows, slots = torch.randn(5, 2, 8), torch.tensor([3, 11, 0, 8, 5])

@@ -81,9 +81,9 @@ def test_completions_equal_those_of_a_stock_engine(server: tuple[str, Path, Path
     with engine(smollm2()) as llm:
         stock = [output.outputs[0].text for output in generate(llm, ASKED)]
     assert [complete(address, prompt) for prompt in ASKED] == stock
-    kept = len(list(folder.glob("*/*.safetensors")))
+    kept = len(list(folder.glob("*/*.pages.safetensors")))
     assert kept > len(ASKED)
     assert [complete(address, prompt) for prompt in ASKED] == stock, "from the caches"
-    assert len(list(folder.glob("*/*.safetensors"))) == kept
+    assert len(list(folder.glob("*/*.pages.safetensors"))) == kept
     lines = re.findall(r"pm_ops \S+: .*", log.read_text())
     assert len(lines) == 1 and "KV cache page_major, 30 layers in" in lines[0]

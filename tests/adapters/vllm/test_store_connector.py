@@ -45,7 +45,7 @@ def run(model: Path, folder: Path, **options: Any) -> tuple[list[list[int]], lis
 
 
 def entries(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*.safetensors"))
+    return sorted(folder.glob("*/*.pages.safetensors"))
 
 
 def test_another_engine_finds_every_full_block_of_a_prompt(model: Path, stock: list[list[int]], tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_cannot_be_read_or_written_is_computed_and_nothing_wrong_is_kept(
     """One engine, and a store after the other."""
     asked, expected = PREFIXES[5:], stock[5:]
     request = SimpleNamespace(cache_salt=None, all_token_ids=asked[0])
-    prefix = [f"{Prompt(request, 16).key(block)}.safetensors" for block in range(3)]
+    prefix = [f"{Prompt(request, 16).key(block)}.pages.safetensors" for block in range(3)]
     with storing(model, tmp_path / "first") as llm:
         scheduler, worker = llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
 
@@ -89,11 +89,11 @@ def test_what_cannot_be_read_or_written_is_computed_and_nothing_wrong_is_kept(
             return [output.num_cached_tokens for output in outputs]
 
         def content(folder: Path) -> dict[str, bytes]:
-            return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+            return {path.name: path.read_bytes() for path in folder.glob("*.pages.safetensors")}
 
         good = use("good")
         assert ask() == [0, 48], "the second finds the first's blocks in the engine's cache"
-        whole, paths = content(good), list(good.glob("*.safetensors"))
+        whole, paths = content(good), list(good.glob("*.pages.safetensors"))
         use("good")
         assert ask() == [96, 96] and content(good) == whole
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_or_written_is_computed_and_nothing_wrong_is_kept(
         assert ask() == [96, 96]
 
         cut = use("cut", *paths)
-        for path in cut.glob("*.safetensors"):  # those that are only written to, too
+        for path in cut.glob("*.pages.safetensors"):  # those that are only written to, too
             path.write_bytes(path.read_bytes()[:20])
         for _ in range(2):
             use("cut")
