@@ -21,7 +21,10 @@ from sglang.srt.speculative.spec_info import SpecInputType
 from torch import Tensor
 
 import pm_ops
+from pm_ops.functional import attention_call
+from pm_ops.kernels import fa3
 
+from ..prompts import reads_prompts
 from .config import HOW, Settings
 from .pool import MARK, pools_of
 from .tree import Tree, attend, pages_of, refuse_window, tree_of, visible_of
@@ -69,6 +72,7 @@ class PageMajorAttnBackend(AttentionBackend):
         self.page_size = self.pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.forward_metadata: Step | None = None
+        self._fa3_takes: dict[int, bool] = {}
         self.drafts, self._verify_mask = 0, None
         if not model_runner.spec_algorithm.is_none():
             verifies = not model_runner.is_draft_worker
@@ -194,16 +198,17 @@ class PageMajorAttnBackend(AttentionBackend):
             few = tree.page_table_window if in_window else tree.page_table
             assert few is not None
             return attend(pages, index, query, table, step.seq_lens, tree, few, **options).flatten(1)
-        out = pm_ops.attention(
-            pages,
-            index,
-            query,
-            table,
-            step.seq_lens,
-            query_start=step.query_start,
-            max_query_len=step.max_query_len,
-            **options,
-        )
+        call = (pages, index, query, table, step.seq_lens)
+        options |= {"query_start": step.query_start, "max_query_len": step.max_query_len}
+        if self.impl == "auto" and reads_prompts(step.max_query_len, step.max_seq_len):
+            if layer.layer_id not in self._fa3_takes:  # its calls differ in sizes alone
+                self._fa3_takes[layer.layer_id] = fa3.reason(attention_call(*call, **options)) is None
+            options["impl"] = "fa3" if self._fa3_takes[layer.layer_id] else "auto"
+        # Between the CUDA graphs of a prefill SGLang copies the rows to this tensor, unless they are there.
+        out = getattr(forward_batch, "_attn_output", None)
+        if out is not None:
+            out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim) if out.dtype == query.dtype else None
+        out = pm_ops.attention(*call, **options, out=out)
         assert isinstance(out, Tensor)
         return out.flatten(1)
 
