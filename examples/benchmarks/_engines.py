@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import operator
 import os
 import random
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,12 +66,21 @@ def real_weights() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+GATE = "PM_OPS_BENCHMARK_GATE"
+"""Names a file that :func:`sglang_scheduler` waits for, once it has imported SGLang."""
+
+
 def sglang_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's ``run_scheduler_process``, with :func:`draw_weights` for its dummy loader."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = draw_weights
+    parent = multiprocessing.parent_process()
+    while GATE in os.environ and not Path(os.environ[GATE]).exists():
+        if parent is None or not parent.is_alive():
+            return
+        time.sleep(0.1)
     run_scheduler_process(*args, **kwargs)
 
 
@@ -113,10 +125,16 @@ def agreement(tokens: Mapping[str, Tokens], again: Mapping[str, Tokens], others:
     unmoved = {name: equal(tokens[name], others[name]) for name in tokens}
     if any(unmoved.values()):
         raise RuntimeError(f"tokens do not depend on the context, so that a comparison shows nothing: {unmoved}")
+
+    def alike(ours: Tokens, theirs: Tokens) -> float:
+        equals = [list(map(operator.eq, a, b)) + [False] for a, b in zip(ours, theirs, strict=False)]
+        return statistics.median(found.index(False) for found in equals)
+
     most = max(map(len, others.values()), default=0)
     return {
         "prompts": max(map(len, tokens.values()), default=0),
         "equal": {a: {b: equal(tokens[a], tokens[b]) for b in tokens} for a in tokens},
+        "median tokens before a difference": {a: {b: alike(tokens[a], tokens[b]) for b in tokens} for a in tokens},
         "equal when run again": {name: equal(tokens[name], again[name]) for name in tokens},
         f"of {most} equal with another prefix, the same last token": unmoved,
     }
