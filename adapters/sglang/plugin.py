@@ -58,6 +58,7 @@ def _install() -> None:
         hooks.BUILD_LATENT: _build_latent,
         "configure": _configure,
         hooks.FUSED.rpartition(".")[2]: _never_fused,
+        hooks.TREES.rpartition(".")[2]: _trees_on_pages,
         "create_decode_backend": _draft_steps,
         "create_draft_extend_backend": _draft_rows,
     }
@@ -122,6 +123,16 @@ def _backends() -> dict[str, str]:
 def _never_fused(original: Any, *args: Any, **options: Any) -> bool:
     """Rows of pages are not dense; the pool's own store is one launch, too."""
     return False
+
+
+def _trees_on_pages(original: Any, server_args: Any) -> None:
+    """SGLang drafts trees on pages with backends of a list; ours does it, too. Nothing is checked after that."""
+    try:
+        original(server_args)
+    except ValueError as error:
+        text = str(error)
+        if not text.startswith("speculative_eagle_topk > 1 with page_size > 1") or f"={BACKEND!r}" not in text:
+            raise
 
 
 def _resolve(original: Any, configurator: Any, *, kind: str, default: type) -> type:

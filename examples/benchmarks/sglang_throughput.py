@@ -82,12 +82,11 @@ GEMMA = {
 """What its configuration has beside Llama's."""
 
 
-def arguments_of(features: Collection[str], folder: str, attention: str, most: int) -> dict[str, Any]:
+def arguments_of(features: Collection[str], folder: str, most: int) -> dict[str, Any]:
     """SGLang's arguments for what follows an engine's name. A draft model is the model itself: drafts are accepted.
 
     Args:
         folder: of the model.
-        attention: its backend.
         most: sequences of the largest batch.
     """
     draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": 3}
@@ -100,10 +99,7 @@ def arguments_of(features: Collection[str], folder: str, attention: str, most: i
         "compile": compiled,
         "fuse": compiled,
         "chain": draft | {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
-        # SGLang takes trees on pages by the name of the backend that the other two are exceptions of.
-        "tree": draft
-        | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6, "attention_backend": "triton"}
-        | {"prefill_attention_backend": attention, "decode_attention_backend": attention},
+        "tree": draft | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6},
         "ngram": {
             "speculative_algorithm": "NGRAM",
             "speculative_num_draft_tokens": 8,
@@ -181,7 +177,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
     }
     if kind == "in-tree":
         given["enable_page_major_kv_layout"] = True
-    found = WithRealWeights(**given | arguments_of(features, folder, attention, most))
+    found = WithRealWeights(**given | arguments_of(features, folder, most))
     fits = found.get_server_info()["max_total_num_tokens"]
     if fits < slots:
         found.shutdown()

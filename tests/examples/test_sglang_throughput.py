@@ -89,13 +89,13 @@ def test_a_step_is_measured_while_all_sequences_decode(monkeypatch: pytest.Monke
 
 
 def test_features_become_arguments_of_sglang() -> None:
-    assert bench.arguments_of([], "folder", "pm_ops", 8) == {}
-    tree = bench.arguments_of(["tree", "half"], "folder", "pm_ops", 8)
-    assert tree["attention_backend"] == "triton" and tree["prefill_attention_backend"] == "pm_ops"
+    assert bench.arguments_of([], "folder", 8) == {}
+    tree = bench.arguments_of(["tree", "half"], "folder", 8)
+    assert tree["speculative_eagle_topk"] == 2
     assert tree["speculative_draft_model_path"] == "folder" and tree["dtype"] == "float16"
-    assert bench.arguments_of(["fuse"], "folder", "pm_ops", 8)["cuda_graph_bs_decode"] == [1, 8]
+    assert bench.arguments_of(["fuse"], "folder", 8)["cuda_graph_bs_decode"] == [1, 8]
     with pytest.raises(ValueError, match="'quick' is none of eager, lazy-prefill"):
-        bench.arguments_of(["quick"], "folder", "pm_ops", 8)
+        bench.arguments_of(["quick"], "folder", 8)
 
 
 def test_tokens_are_counted_up_to_the_first_difference() -> None:

@@ -3,6 +3,8 @@
 Everything that a release does between its options and its pool is its own code; a model and a GPU alone are stand-ins.
 """
 
+import ast
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch._inductor.config as inductor
 import transformers
 from sglang.srt import plugins, runtime_context
+from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.models.utils import enable_fused_set_kv_buffer
@@ -105,6 +108,7 @@ def publish(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for name, value in flags.items():  # SGLang refuses some of them itself on a CPU
             bags.get(name, runtime_context.get_memory)()._set(name, value)
 
+    publish.folder = folder  # type: ignore[attr-defined]
     return publish
 
 
@@ -134,7 +138,7 @@ def test_the_entry_point_is_the_plugin_and_its_hooks_are_in_place(publish: Any) 
     assert hooks.missing() == []
     expected = [hooks.RESOLVE] if RELEASE == "0.5.23" else [*hooks.BUILD, hooks.BUILD_LATENT]
     assert hooks.pool_hooks() == expected
-    targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED}
+    targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED, hooks.TREES}
     targets |= {f"{hooks.DRAFTS}.{name}" for name in ("create_decode_backend", "create_draft_extend_backend")}
     assert targets == set(hooks.targets()) <= HookRegistry._patched
     assert "pm_ops" in ATTENTION_BACKENDS and "pm_ops" in ATTENTION_BACKEND_CHOICES
@@ -301,6 +305,30 @@ def test_draft_models_are_served_where_they_are_given_to_it(
         factory.draft_model_runner = SimpleNamespace(**{**vars(runner), **vars(windowed), "is_draft_worker": True})
         assert factory.create_decode_backend() is None
         assert not rows or factory.create_draft_extend_backend().windowed
+
+
+def test_trees_on_pages_are_drafted_by_our_backend(publish: Any) -> None:
+    """SGLang refuses them for all but three of its own; that is its last check, so that none is left out."""
+    original = inspect.unwrap(speculative_hook._handle_eagle_family)
+    last = ast.parse(inspect.getsource(original)).body[0].body[-1]  # type: ignore[attr-defined]
+    assert isinstance(last, ast.If) and isinstance(last.body[-1], ast.Raise) and not last.orelse
+    tree = {
+        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(publish.folder),
+        "speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6, "page_size": 16,
+    }  # fmt: skip
+    options = {"model_path": str(publish.folder), "device": "cpu", "skip_tokenizer_init": True, **tree}
+
+    def resolved(backend: str) -> ServerArgs:
+        args = ServerArgs(**options, attention_backend=backend)
+        getattr(args, "resolve_once", lambda: None)()  # before 0.5.23 this is done when they are made
+        return args
+
+    args = resolved("pm_ops")
+    assert (args.attention_backend, args.speculative_eagle_topk) == ("pm_ops", 2)
+    with pytest.raises(ValueError, match="topk > 1 with page_size > 1 is only supported"):
+        resolved("torch_native")
+    with pytest.raises(ValueError, match="topk > 1 with page_size > 1 is only supported"):
+        original(args)
 
 
 @pytest.mark.parametrize("value", ["yes", '{"layout": "BLNHC"}', '{"colour": 1}'])
