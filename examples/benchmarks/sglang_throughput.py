@@ -84,6 +84,7 @@ MODELS: dict[str, Callable[[int, argparse.Namespace], dict[str, Any]]] = {
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": options.layers,
+        "moe_layer_freq": 1,
     },
 }
 """What their configurations have beside sizes; DeepSeek's as V2-Lite's, less its experts."""
