@@ -164,7 +164,7 @@ class PageMajorAttnBackend(AttentionBackend):
         **others: Any,
     ) -> Tensor:
         """Store this pass's rows, then attend over the pages: ``[tokens, heads * value dim]``."""
-        _refuse(layer, others)
+        refuse_layer(layer, others)
         step = self.forward_metadata
         assert step is not None
         window = 0 if layer.sliding_window_size is None else layer.sliding_window_size + 1  # with the query's own key
@@ -269,7 +269,8 @@ def _refuse_algorithm(algorithm: Any, impl: str, verifies: bool) -> None:
         raise ValueError(f"pm_ops: FlashAttention 3 has no masks, which trees of drafts need; {HOW}, without impl fa3")
 
 
-def _refuse(layer: Any, others: dict[str, Any]) -> None:
+def refuse_layer(layer: Any, others: dict[str, Any]) -> None:
+    """Raise ValueError for attention that no pool's backend has."""
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(

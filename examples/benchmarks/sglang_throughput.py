@@ -3,11 +3,12 @@
     python examples/benchmarks/sglang_throughput.py      # where SGLang and pm_ops are installed, on a GPU of 120 GB
     python examples/benchmarks/sglang_throughput.py --apart --workloads "48 x 16384=1" "prefill 16384"
 
-The model has the shape of Llama-3.1-8B and random weights: norms are 1 and the rest is N(0, 0.02), so that tokens
-depend on the whole context. That is checked, by prompts that end alike. Every engine is a process of its own. All are
-started at once and take turns, so that what disturbs the machine disturbs all of them; with --apart, for workloads that
-fill the GPU's memory, one after the other has the GPU. CUDA graphs of prefills are of SGLang's default kind, captured
-for five sizes only, which starts sooner. Engines are called
+The model has the shape of Llama-3.1-8B, or with --model deepseek latent attention of DeepSeek's dims and a dense MLP,
+with --model gemma Gemma-2's windows, of 512 keys in every second layer, and capped logits; and random weights: norms are
+1 and the rest is N(0, 0.02), so that tokens depend on the whole context. That is checked, by prompts that end alike.
+Every engine is a process of its own. All are started at once and take turns, so that what disturbs the machine disturbs
+all of them; with --apart, for workloads that fill the GPU's memory, one after the other has the GPU. CUDA graphs of
+prefills are of SGLang's default kind, captured for five sizes only, which starts sooner. Engines are called
 
     stock                           SGLang, one tensor a layer
     in-tree                         with its own --enable-page-major-kv-layout (0.5.15 to 0.5.18)
@@ -18,7 +19,6 @@ for five sizes only, which starts sooner. Engines are called
     ...+fp8  +half                  with an fp8 cache, with weights of float16
     ...+compile  +fuse              with --enable-torch-compile, and with fuse_rope, strict
     ...+chain  +tree  +ngram        with drafts: of the model itself, as a chain or a tree, or of n-grams
-    ...+gemma                       Gemma-2, with a window of 512 in every second layer and capped logits
 """
 
 from __future__ import annotations
@@ -66,20 +66,50 @@ WORKLOADS = {
     "small step": Workload(3, 40, 17, STEP),
 }
 
+MODELS: dict[str, Callable[[int, argparse.Namespace], dict[str, Any]]] = {
+    "llama": lambda heads, options: {"num_key_value_heads": max(heads // 4, 1), "head_dim": options.head_dim},
+    "gemma": lambda heads, options: {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "num_key_value_heads": max(heads // 4, 1),
+        "head_dim": options.head_dim,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": options.head_dim,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "deepseek": lambda heads, options: {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": heads,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        "moe_intermediate_size": options.hidden,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": options.layers,
+        "moe_layer_freq": 1,
+    },
+}
+"""What their configurations have beside sizes; DeepSeek's as V2-Lite's, less its experts."""
+
 GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64]
 """Batches that CUDA graphs of decode steps are captured for."""
 PREFILLS = [512, 1024, 2048, 4096, 8192]
 """Tokens that those of prefills are captured for."""
-GEMMA = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "sliding_window": 512,
-    "query_pre_attn_scalar": 128,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-"""What its configuration has beside Llama's."""
 
 
 def arguments_of(features: Collection[str], folder: str, most: int) -> dict[str, Any]:
@@ -105,7 +135,6 @@ def arguments_of(features: Collection[str], folder: str, most: int) -> dict[str,
             "speculative_num_draft_tokens": 8,
             "speculative_ngram_max_bfs_breadth": 1,
         },
-        "gemma": {},
     }
     found = {}
     for feature in features:
@@ -146,14 +175,12 @@ def start(engine: str, options: argparse.Namespace) -> Any:
     most = max(shape.count for shape in shapes)
     heads = options.hidden // options.head_dim
     folder = model_folder(
-        f"{'gemma' if 'gemma' in features else 'llama'}-{options.layers}-{options.hidden}",
-        **(GEMMA if "gemma" in features else {}),
+        f"{options.model}-{options.layers}-{options.hidden}",
         hidden_size=options.hidden,
         intermediate_size=options.hidden * 7 // 2,
         num_hidden_layers=options.layers,
         num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        head_dim=options.head_dim,
+        **MODELS[options.model](heads, options),
     )
     given = {
         "model_path": folder,
@@ -258,6 +285,7 @@ def each(engines: list[Engine], report: dict[str, Any], call: Callable[[Engine],
             report["engines"].setdefault(engine.name, {})["failed"] = str(error)
             engines.remove(engine)
             engine.process.kill()
+            engine.process.join()
             print(error, flush=True)
     return found
 
@@ -321,6 +349,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="one engine after the other, each with all the memory")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU, mem_fraction_static")
     parser.add_argument("--patience", type=float, default=300, help="seconds for a start or a run of a workload")
+    parser.add_argument("--model", choices=MODELS, default="llama", help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=4096, help="hidden size (default: %(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, help="of its heads (default: %(default)s)")
@@ -330,7 +359,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     Engine.patience = options.patience
 
-    report: dict[str, Any] = {"layers": options.layers, "hidden": options.hidden, "device": device()}
+    report: dict[str, Any] = {
+        "model": options.model,
+        "layers": options.layers,
+        "hidden": options.hidden,
+        "device": device(),
+    }
     report |= {"engines": {}, "workloads": {}}
     tokens: dict[str, list[Any]] = {}
     for name in options.engines:

@@ -16,6 +16,9 @@ class Process:
     def kill(self) -> None:
         pass
 
+    def join(self) -> None:
+        pass
+
 
 class Played:
     """An engine that takes so many seconds, and fails in run ``fails``."""

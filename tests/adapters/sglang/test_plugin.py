@@ -178,7 +178,7 @@ def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_a
         ({"post_capture_kv_active": True}, {}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING .* unset it"),
         ({"use_mla_backend": True, "mambaish_config": object()}, {}, r"\(MLA\) beside state layers is not supported"),
         ({"use_mla_backend": True, "kv_cache_dtype": torch.uint8}, {}, "with a cache of torch.uint8 is not supported"),
-        ({"use_mla_backend": True}, {"backend": "pm_ops"}, "pm_ops cannot read .* choose --attention-backend triton$"),
+        ({"use_mla_backend": True}, {"backend": "torch_native"}, "torch_native cannot read .* triton or pm_ops$"),
         ({}, {"backend": "flex_attention"}, "flex_attention cannot read pages of layout token_major; choose"),
         ({}, {"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported: pm_ops brings"),
         ({}, {"enable_unified_memory": True}, "--enable-unified-memory is not supported"),
@@ -230,10 +230,15 @@ def test_contexts_split_over_ranks_and_rocm_are_refused(publish: Any, monkeypatc
         build(device="cuda")
 
 
-@pytest.mark.parametrize(("layout", "page_size"), [("token_major", 4), ("page_major", 1)])
-def test_latents_get_a_pool_of_ours(layout: str, page_size: int, publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "page_size", "backend"),
+    [("token_major", 4, "triton"), ("page_major", 1, "triton"), ("token_major", 4, "pm_ops")],
+)
+def test_latents_get_a_pool_of_ours(
+    layout: str, page_size: int, backend: str, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PM_OPS", f'{{"layout": "{layout}"}}')
-    publish(page_size=page_size)
+    publish(page_size=page_size, backend=backend)
     pool = build(use_mla_backend=True, page_size=page_size)
     assert type(pool).__name__ == "PageMajorMLAPool" and pool.pm_ops_layout == layout
     assert pool.kv_buffer[0].shape == (SIZE + page_size, 1, 24)
@@ -248,20 +253,21 @@ def test_latents_that_are_not_supported_are_refused(publish: Any, monkeypatch: p
     configurator.model_config = SimpleNamespace(**{**vars(configurator.model_config), "hf_config": config})
     with pytest.raises(ValueError, match=r"with an indexer \(DSA\) is not supported; its keys have a pool"):
         configurator.configure(pre_model_load_memory=0)
-    monkeypatch.setenv("PM_OPS", '{"layout": "page_major"}')
-    with pytest.raises(ValueError, match="layout page_major is not supported; no attention .* or --page-size 1"):
-        build(use_mla_backend=True)
     monkeypatch.setenv("PM_OPS", "1")
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(dcp_size=2))
     with pytest.raises(ValueError, match="split over ranks is not supported; leave --dcp-size out"):
         build(use_mla_backend=True)
 
 
-def test_page_major_needs_our_attention(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_page_major_needs_our_attention(latent: bool, publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PM_OPS", '{"layout": "page_major"}')
     publish(backend="triton")
     with pytest.raises(ValueError, match="choose --attention-backend pm_ops, or layout token_major"):
-        build()
+        build(use_mla_backend=latent)
+    publish(backend="pm_ops")
+    pool = build(use_mla_backend=latent)
+    assert pool.pm_ops_layout == "page_major" and pool.page_pool.page_size == 4
 
 
 @pytest.mark.parametrize(
