@@ -4,9 +4,9 @@
     python examples/benchmarks/sglang_throughput.py --apart --workloads "48 x 16384=1" "prefill 16384"
 
 The model has the shape of Llama-3.1-8B, or with --model deepseek latent attention of DeepSeek's dims and a dense MLP,
-with --model gemma Gemma-2's windows, of 512 keys in every second layer, and capped logits; and random weights: norms are
-1 and the rest is N(0, 0.02), so that tokens depend on the whole context. That is checked, by prompts that end alike.
-Every engine is a process of its own. All are started at once and take turns, so that what disturbs the machine disturbs
+with --model gemma Gemma-2's windows, of 512 keys in every second layer, and capped logits; and random weights: norms
+are 1 and the rest is N(0, 0.02), so that tokens depend on the whole context. That is checked, by prompts that end
+alike. Every engine is a process of its own. All are started at once and take turns, so that what disturbs the machine disturbs
 all of them; with --apart, for workloads that fill the GPU's memory, one after the other has the GPU. CUDA graphs of
 prefills are of SGLang's default kind, captured for five sizes only, which starts sooner. Engines are called
 
@@ -31,6 +31,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,6 +276,12 @@ class Engine(Process):
         self.process.kill()
 
 
+def end(engines: list[Engine]) -> None:
+    """All at once: each takes seconds."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda engine: engine.end(), engines))
+
+
 def each(engines: list[Engine], report: dict[str, Any], call: Callable[[Engine], Any]) -> dict[str, Any]:
     """``call`` for every engine in turn. One that fails is noted in the report, and left out from here on."""
     found = {}
@@ -375,11 +382,9 @@ def main() -> None:
             for engine in engines:
                 gate(engine.name, options).touch()
             run(list(engines), options, report, tokens)
-            for engine in engines:
-                engine.end()
+            end(engines)
     finally:
-        for engine in started:
-            engine.end()
+        end(started)
     for name, _ in options.workloads:
         if name in report["workloads"]:
             print(table(name, WORKLOADS[name], report["workloads"][name]))
