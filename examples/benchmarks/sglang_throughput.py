@@ -6,9 +6,9 @@
 The model has the shape of Llama-3.1-8B, or with --model deepseek latent attention of DeepSeek's dims and a dense MLP,
 with --model gemma Gemma-2's windows, of 512 keys in every second layer, and capped logits; and random weights: norms
 are 1 and the rest is N(0, 0.02), so that tokens depend on the whole context. That is checked, by prompts that end
-alike. Every engine is a process of its own. All are started at once and take turns, so that what disturbs the machine disturbs
-all of them; with --apart, for workloads that fill the GPU's memory, one after the other has the GPU. CUDA graphs of
-prefills are of SGLang's default kind, captured for five sizes only, which starts sooner. Engines are called
+alike. Every engine is a process of its own. All are started at once and take turns, so that what disturbs the machine
+disturbs all of them; with --apart, for workloads that fill the GPU's memory, one after the other has the GPU. CUDA
+graphs of prefills are of SGLang's default kind, captured for five sizes only, which starts sooner. Engines are called
 
     stock                           SGLang, one tensor a layer
     in-tree                         with its own --enable-page-major-kv-layout (0.5.15 to 0.5.18)
