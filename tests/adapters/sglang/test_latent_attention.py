@@ -18,6 +18,7 @@ import triton_interpreter  # noqa: F401
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models import deepseek_v2
 from sglang.srt.models.deepseek_common import attention_backend_handler
@@ -321,6 +322,14 @@ def test_keys_and_values_have_the_backend_of_theirs() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="this one is SGLang's own"):
         make_backend(runner)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_models_find_the_pools_in_it(latent: bool) -> None:
+    runner = runner_of(DECODE) if latent else Runner("page_major", torch.float32, DECODE)
+    with forward_context.forward_context(forward_context.ForwardContext(attn_backend=make_backend(runner))):
+        assert forward_context.get_token_to_kv_pool() is runner.token_to_kv_pool
+        assert forward_context.get_req_to_token_pool() is runner.req_to_token_pool
 
 
 @pytest.fixture
