@@ -55,7 +55,9 @@ class PageMajorAttnBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         settings = Settings.asked()
-        self.pool = model_runner.token_to_kv_pool
+        # SGLang's models look for both pools here, and by these names
+        self.pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
         if settings is None or any(not hasattr(pool, MARK) for pool in pools_of(self.pool)):
             raise ValueError(
                 f"pm_ops: its attention backend reads a KV cache of pm_ops, and this one is SGLang's own "

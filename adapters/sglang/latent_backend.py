@@ -86,6 +86,13 @@ class LatentAttnBackend(PageMajorAttnBackend):
         assert step is not None
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if (layer.qk_head_dim, layer.v_head_dim) != (self.pool.kv_cache_dim, self.pool.kv_lora_rank):
+            prefix = any(forward_batch.extend_prefix_lens_cpu or ())
+            if save_kv_cache or k is None or v is None or step.query_start is None or prefix:
+                raise ValueError(
+                    "pm_ops: its attention backend attends over a model's own keys and values in whole prompts alone, "
+                    f"whose latents the model has stored, and not in this {forward_batch.forward_mode.name} batch; "
+                    "choose --attention-backend triton with layout token_major"
+                )
             return self._over_prompts(query, k, v, layer, forward_batch)
         if save_kv_cache and k is not None:
             self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
@@ -106,17 +113,9 @@ class LatentAttnBackend(PageMajorAttnBackend):
         assert isinstance(out, Tensor)
         return out.flatten(1)
 
-    def _over_prompts(
-        self, query: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any
-    ) -> Tensor:
+    def _over_prompts(self, query: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any) -> Tensor:
         step = self.forward_metadata
         assert step is not None
-        if k is None or v is None or step.query_start is None or any(forward_batch.extend_prefix_lens_cpu or ()):
-            raise ValueError(
-                f"pm_ops: its attention backend attends over a model's own keys and values in whole prompts alone, and "
-                f"this {forward_batch.forward_mode.name} batch has other keys; choose --attention-backend triton with "
-                "layout token_major"
-            )
         if self.prompts is None:
             self.prompts = prompts_of(step.seq_lens, forward_batch.extend_seq_lens_cpu)
         prompts, heads = self.prompts, k.shape[1]
@@ -127,7 +126,7 @@ class LatentAttnBackend(PageMajorAttnBackend):
             end += prompts.num_pages * PAGE * heads * head
         buffer = torch.empty(end, dtype=torch.uint8, device=k.device)
         torch.ops.pm_ops.store_kv.default(buffer, k, v, prompts.slots, *planes, PAGE, k.dtype, v.dtype)
-        out, _ = torch.ops.pm_ops.attention.default(
+        out: Tensor = torch.ops.pm_ops.attention.default(
             buffer,
             query,
             prompts.page_table,
@@ -143,7 +142,7 @@ class LatentAttnBackend(PageMajorAttnBackend):
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
             impl=self.impl,
-        )
+        )[0]
         return out.flatten(1)
 
 

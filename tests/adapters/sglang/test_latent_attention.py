@@ -18,6 +18,7 @@ import triton_interpreter  # noqa: F401
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models import deepseek_v2
 from sglang.srt.models.deepseek_common import attention_backend_handler
@@ -180,10 +181,14 @@ def test_prompts_without_a_prefix_attend_over_their_own_keys(batch: Batch, dtype
         assert all(torch.equal(a, b) for a, b in zip((query, key, value), given, strict=True))
     assert torch.equal(pool.buffer, before)
     forward = forward_of(runner, ForwardMode.EXTEND, extend_prefix_lens_cpu=[0, 4, 0])
-    with pytest.raises(ValueError, match="own keys and values in whole prompts alone, and this EXTEND batch has other"):
+    with pytest.raises(
+        ValueError, match="in whole prompts alone, whose latents .*, and not in this EXTEND batch; choose"
+    ):
         backend.forward(query, key, value, own(), forward, save_kv_cache=False)
-    with pytest.raises(ValueError, match="whole prompts alone"):
-        backend.forward(query, None, None, own(), forward_of(runner, ForwardMode.EXTEND))
+    forward = forward_of(runner, ForwardMode.EXTEND)
+    for pair, save in (((None, None), False), ((key, value), True)):
+        with pytest.raises(ValueError, match="in whole prompts alone"):
+            backend.forward(query, *pair, own(), forward, save_kv_cache=save)
 
 
 def test_each_pass_of_prompts_has_places_of_its_own() -> None:
@@ -323,6 +328,14 @@ def test_keys_and_values_have_the_backend_of_theirs() -> None:
         make_backend(runner)
 
 
+@pytest.mark.parametrize("latent", [False, True])
+def test_models_find_the_pools_in_it(latent: bool) -> None:
+    runner = runner_of(DECODE) if latent else Runner("page_major", torch.float32, DECODE)
+    with forward_context.forward_context(forward_context.ForwardContext(attn_backend=make_backend(runner))):
+        assert forward_context.get_token_to_kv_pool() is runner.token_to_kv_pool
+        assert forward_context.get_req_to_token_pool() is runner.req_to_token_pool
+
+
 @pytest.fixture
 def chains(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Options of a process that verifies chains of three drafts."""
@@ -380,8 +393,9 @@ def test_what_the_backend_refuses(chains: SimpleNamespace, monkeypatch: pytest.M
     for name in ("sinks", "q_rope", "topk_indices"):
         with pytest.raises(ValueError, match=f"attention with {name} is not supported"):
             backend.forward(*rows(3), absorbed(), forward, **{name: torch.zeros(4)})
-    with pytest.raises(ValueError, match="whole prompts alone, and this DECODE batch has other keys"):
-        backend.forward(torch.zeros(3, HEADS, 24), torch.zeros(3, HEADS, 24), torch.zeros(3, HEADS, 16), own(), forward)
+    key, value = torch.zeros(3, HEADS, 24), torch.zeros(3, HEADS, 16)
+    with pytest.raises(ValueError, match="whole prompts alone, .*, and not in this DECODE batch"):
+        backend.forward(key, key, value, own(), forward, save_kv_cache=False)
     assert torch.equal(runner.token_to_kv_pool.page_pool.buffer, before)
     monkeypatch.setenv("PM_OPS", '{"impl": "fa3"}')
     with pytest.raises(ValueError, match=r"no latent attention \(MLA\) by impl fa3; leave that out, or choose"):
