@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..ops.gated_delta import GatedDeltaPrefill
@@ -75,7 +76,8 @@ class VLLMGatedDelta(Implementation):
 
 
 class SGLangGatedDelta(Implementation):
-    """Both take pages by index and stride."""
+    """Both write new states into the tensor they are given, at an index; of one that is not contiguous their wrappers
+    make a copy first, in which what they write is lost."""
 
     name = "sglang_gated_delta"
     kinds = GATED_DELTA
@@ -95,11 +97,26 @@ class SGLangGatedDelta(Implementation):
         """The prefill as a batch of equally long sequences."""
         call, options = work.call(layout), _options(work, layout)
         states, pages = work.states(layout), call.state_indices
-        if isinstance(call, GatedDeltaPrefill):
-            options |= dict(initial_state=states, initial_state_indices=pages)
-            return Bound(lambda: self._chunk(**options)[0].flatten(0, 1))
-        options |= dict(initial_state_source=states, initial_state_indices=pages)
-        return Bound(lambda: self._recurrent(**options).flatten(0, 1))
+        prefills = isinstance(call, GatedDeltaPrefill)
+
+        def run(states: Tensor, pages: Tensor) -> Tensor:
+            if prefills:
+                out = self._chunk(initial_state=states, initial_state_indices=pages, **options)[0]
+            else:
+                out = self._recurrent(initial_state_source=states, initial_state_indices=pages, **options)
+            return out.flatten(0, 1)
+
+        if layout == LAYER_MAJOR:
+            return Bound(lambda: run(states, pages))
+        rows, numbers = pages.long(), torch.arange(len(pages), dtype=pages.dtype, device=pages.device)
+
+        def gathered() -> Tensor:
+            contiguous = states[rows]
+            out = run(contiguous, numbers)
+            states[rows] = contiguous
+            return out
+
+        return Bound(gathered)
 
 
 def _options(work: GatedDeltaWork, layout: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def plan_of(s: Shape) -> Plan:
     block_m = min(max(next_power_of_2(max(s.queries, 1) * heads), 16), most_rows)
     block_q, head_blocks = block_m // heads, -(-group // heads)
     query_blocks = query_blocks_of(s.tokens, s.batch, s.ragged, block_q)
-    programs = query_blocks * s.kv_heads * head_blocks
+    programs = filled_blocks_of(query_blocks, s.tokens, s.batch, s.queries, block_q) * s.kv_heads * head_blocks
     wanted = s.multiprocessors * (4 if block_m <= 32 else 1)
     keys = min(s.keys, s.max_seq_len or s.keys)
     if s.window:
@@ -162,6 +162,14 @@ def query_blocks_of(tokens: int, batch: int, ragged: bool, block_q: int) -> int:
     if ragged:
         return tokens // block_q + batch + 1
     return batch * -(-(tokens // max(batch, 1)) // block_q)
+
+
+def filled_blocks_of(query_blocks: int, tokens: int, batch: int, queries: int, block_q: int) -> int:
+    """How many of these blocks have work, where a sequence has up to `queries`: each of them has one query at least.
+
+    Programs of the others end at once. Where they count, sequences are cut into fewer splits than fill the device.
+    """
+    return min(query_blocks, tokens, batch * -(-queries // block_q))
 
 
 def _dot_dtypes(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

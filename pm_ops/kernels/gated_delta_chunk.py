@@ -144,7 +144,7 @@ def _gated_delta_chunks(
     record = scales + ((first + i) * HEADS + h) * 4
     tl.store(record, tl.exp2(c) * key_norm, mask=exists)
     tl.store(record + 1, tl.exp2(c) * query_norm, mask=exists)
-    tl.store(record + 2, tl.exp2(tl.where(exists, last - c, 0.0)) * key_norm, mask=exists)
+    tl.store(record + 2, tl.exp2(last - c) * key_norm, mask=exists)
     tl.store(record + 3, tl.exp2(last), mask=exists)
     seen = i[:, None] >= i[None, :]
     between = tl.exp2(tl.where(seen, c[:, None] - c[None, :], 0.0)) * key_norm[None, :]

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..layout import dtype_name
 from .attention_hopper import COPIED_ROWS, descriptor
-from .attention_plan import MAX_SPLITS, query_blocks_of
+from .attention_plan import MAX_SPLITS, filled_blocks_of, query_blocks_of
 from .common import LOG2E, on_device
 from .device import is_hopper, multiprocessors
 from .hopper_tile import COLUMNS
@@ -130,7 +130,7 @@ def _mla_hopper(
     parts = (left_boxes, right_boxes, rest_boxes)
     tiles = (left, right)
     keys = (left_keys, right_keys, rest)
-    shared = (p_tile, m_row, shrink_row, ready, made, both[0])  # at last one that is over for the consumers
+    shared = (p_tile, m_row, shrink_row, ready, made)
     q_tile = (left_q, right_q, rest_q)
     q_tiles = (left_qs, right_qs, rest_q)
     # fmt: off
@@ -197,10 +197,11 @@ def mla_attention(a: MLAAttention) -> tuple[Tensor, Tensor]:
     heads = min(q_heads, BLOCK_M)
     head_blocks = -(-q_heads // heads)
     query_blocks = query_blocks_of(tokens, batch, a.query_start is not None, BLOCK_M // heads)
+    filled = filled_blocks_of(query_blocks, tokens, batch, a.max_query_len or tokens, BLOCK_M // heads)
     page_table = a.page_table if a.page_table.stride(1) == 1 else a.page_table.contiguous()
     max_keys = min(page_table.shape[1] * a.page_size, 2**31 - 1)
     longest = min(max_keys, a.max_seq_len or max_keys)
-    splits = splits_of(query_blocks * head_blocks, longest, multiprocessors(a.query.device))
+    splits = splits_of(filled * head_blocks, longest, multiprocessors(a.query.device))
     partial, partial_lse = out, lse if a.return_lse else None
     if splits > 1:
         partial = a.query.new_empty((splits, tokens, q_heads, a.value_dim), dtype=torch.float32)

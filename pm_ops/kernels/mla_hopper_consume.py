@@ -34,20 +34,15 @@ def _query_rows(first, start, num, head_block, LAYOUT: gl.constexpr, GROUP: gl.c
 
 
 @gluon.jit
-def _begin_logits(q_tiles, keys, full, phase, zeros, PLACE: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr):
-    """Begin a tile's products with the queries, with the rest of the key."""
+def _logits(q_tiles, keys, full, phase, zeros, PLACE: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr):
+    """Begin a tile's products with the queries, each piece as soon as it has come: 2 * PIECES + 1 products."""
     await_tile(full[4 * PIECES + PLACE], phase, BOXES)
-    return warpgroup_mma(q_tiles[2], keys[2].index(PLACE).permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _more_logits(x, q_tiles, keys, full, phase, HALF_OF: gl.constexpr, PLACE: gl.constexpr, PIECES: gl.constexpr,
-                 BOXES: gl.constexpr):  # fmt: skip
-    """Go on with one half of the tile, each piece as soon as it has come."""
-    for i in gl.static_range(PIECES):
-        await_tile(full[(2 * HALF_OF + PLACE) * PIECES + i], phase, BOXES)
-        k = keys[HALF_OF].index(PLACE * PIECES + i).permute((1, 0))
-        x = warpgroup_mma(q_tiles[HALF_OF].index(i), k, x, is_async=True)
+    x = warpgroup_mma(q_tiles[2], keys[2].index(PLACE).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    for part in gl.static_range(2):
+        for i in gl.static_range(PIECES):
+            await_tile(full[(2 * part + PLACE) * PIECES + i], phase, BOXES)
+            k = keys[part].index(PLACE * PIECES + i).permute((1, 0))
+            x = warpgroup_mma(q_tiles[part].index(i), k, x, is_async=True)
     return x
 
 
@@ -72,7 +67,6 @@ def _take(
     t,
     n,
     hi,
-    scale,
     own,
     full,
     shared,
@@ -84,22 +78,15 @@ def _take(
     O_ROWS: gl.constexpr,
     PIECES: gl.constexpr,
     BOXES: gl.constexpr,
-    PENDING: gl.constexpr,
 ):
-    """Begin to multiply tile `t` with the probabilities that the other consumer has made of it.
-
-    PENDING products with the queries are under way. To wait for all but those is to wait for none: it tells the
-    compiler, which would wait for them, too, that the sums are no longer being written.
-    """
-    p_tile, m_row, shrink_row, ready, made, _ = shared
+    """Begin to multiply tile `t` with the probabilities that the other consumer has made of it."""
+    p_tile, m_row, shrink_row, ready, made = shared
     PLACE: gl.constexpr = 1 - PART
     phase = (t // 2) & 1
     mbarrier.wait(ready[1 - PART], phase)
     m = m_row.load(S_ROWS)
     shrink = shrink_row.load(S_ROWS)
-    acc = warpgroup_mma_wait(PENDING, deps=(acc,))
-    if scale > 0:  # always: the branch keeps the compiler from shrinking the sums behind the next wait
-        acc = acc * gl.convert_layout(shrink, O_ROWS)[:, None]
+    acc = acc * gl.convert_layout(shrink, O_ROWS)[:, None]
     mbarrier.wait(made[1 - PART], phase)
     p = p_tile.load(P_LAYOUT)
     gl.thread_barrier()  # all have read, before the next ones are stored
@@ -111,9 +98,10 @@ def _take(
 
 
 @gluon.jit
-def _give_maximum(
+def _give(
     x,
     m,
+    l,
     n,
     hi,
     full_hi,
@@ -125,13 +113,12 @@ def _give_maximum(
     BLOCK_N: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):
-    """Take a tile's logits into the running maximum, and hand that on.
+    """Make a tile's probabilities of its logits, and hand them on.
 
-    It goes ahead of the probabilities, so that the other's sums are shrunk while the exponentials are computed. One
-    thread arrives for all, so a barrier comes first. The compiler has one of its own there, and makes one of both. It
-    would also compute ahead of the arrival what follows, but for the branch of a wait: for `done`, which is over.
+    One thread arrives for all, so a barrier comes first. The compiler has one of its own there, and makes one of both.
+    The maximum goes ahead of them, so that the other's sums are shrunk while the exponentials are computed.
     """
-    _, m_row, shrink_row, ready, _, done = shared
+    p_tile, m_row, shrink_row, ready, made = shared
     x = visible_logits(x, n, 0, hi, 0, full_hi, position, 0.0, 0.0, 0, CAUSAL, False, False, BLOCK_N, S_LAYOUT)
     new_m, top = advance(x, m, scale)
     shrink = gl.exp2(m * scale - top)
@@ -139,22 +126,13 @@ def _give_maximum(
     shrink_row.store(shrink)
     gl.thread_barrier()
     mbarrier.arrive(ready[PART])
-    mbarrier.wait(done, 0)
-    return x, new_m, top, shrink
-
-
-@gluon.jit
-def _give_probabilities(x, l, top, shrink, scale, shared, PART: gl.constexpr):
-    """Make a tile's probabilities of its logits, and hand them on."""
-    p_tile, _, _, _, made, done = shared
     p = gl.exp2(x * scale - top[:, None])
     l = l * shrink + gl.sum(p, 1)
     p = p.to(p_tile.dtype)
     p_tile.store(p)
     gl.thread_barrier()
     mbarrier.arrive(made[PART])
-    mbarrier.wait(done, 0)
-    return p, l
+    return p, new_m, l, shrink
 
 
 @gluon.jit
@@ -194,10 +172,9 @@ def consume(
     consumer, which has read those of tile t - 1 before: one place is enough. Tile t lies in place t % 2, and a place is
     filled again when both have multiplied with their halves of the tile in it.
 
-    What a consumer waits for longest comes last, so that tensor cores and loads have work meanwhile. The first begins
-    its logits with the rest of the key and its own half, which it has freed itself, then takes tile t - 1, and goes on
-    with the other half, which the second frees last. The second begins all of its logits beside the first's and takes
-    then; the products of the take run beside its softmax, and it frees their half before its exponentials.
+    The first consumer takes tile t - 1 and then makes the logits of tile t, which fill the place that the take has
+    freed two tiles before. The second begins its logits before it takes: tile t is there with tile t - 1, its logits
+    are made beside the other's, and the products of the take beside its softmax.
     """
     HALF: gl.constexpr = VALUE // 2
     BLOCK_Q: gl.constexpr = BLOCK_M // HEADS
@@ -222,7 +199,8 @@ def consume(
         mbarrier.arrive(both[0])
         mbarrier.wait(both[0], 0)
 
-        position = earliest + gl.arange(0, BLOCK_M, S_ROWS) // HEADS
+        token, head, i, valid = _query_rows(first, start, num, head_block, S_LAYOUT, GROUP, HEADS, BLOCK_M)
+        position = earliest + i
         full_hi = hi
         if CAUSAL:
             full_hi = gl.minimum(hi, earliest + 1)
@@ -234,34 +212,35 @@ def consume(
         for t in range(PART, count, 2):
             k = n + t * BLOCK_N
             phase = (t // 2) & 1
-            x = _begin_logits(q_tiles, keys, full, phase, zeros, PART, PIECES, BOXES)
             if PART == 0:
-                x = _more_logits(x, q_tiles, keys, full, phase, 0, 0, PIECES, BOXES)
                 if t > 0:
-                    acc, taken, m, l = _take(
-                        acc, l, t - 1, k - BLOCK_N, hi, scale, own, full, shared,
-                        0, BLOCK_N, HALF, P_LAYOUT, S_ROWS, O_ROWS, PIECES, BOXES, PIECES + 1,
+                    acc, p, m, l = _take(
+                        acc, l, t - 1, k - BLOCK_N, hi, own, full, shared,
+                        PART, BLOCK_N, HALF, P_LAYOUT, S_ROWS, O_ROWS, PIECES, BOXES,
                     )  # fmt: skip
-                    acc, taken = warpgroup_mma_wait(0, deps=(acc, taken))  # taken is in registers until then
+                    acc, p = warpgroup_mma_wait(0, deps=(acc, p))  # p is in registers until then
                     mbarrier.arrive(empty[1])
-                x = _more_logits(x, q_tiles, keys, full, phase, 1, 0, PIECES, BOXES)
+                x = _logits(q_tiles, keys, full, phase, zeros, 0, PIECES, BOXES)
                 x = warpgroup_mma_wait(0, deps=(x,))
+                mbarrier.arrive(empty[4])
+                p, m, l, shrink = _give(
+                    x, m, l, k, hi, full_hi, position, scale, shared, PART, CAUSAL, BLOCK_N, S_LAYOUT
+                )
             else:
-                x = _more_logits(x, q_tiles, keys, full, phase, 1, 1, PIECES, BOXES)
-                x = _more_logits(x, q_tiles, keys, full, phase, 0, 1, PIECES, BOXES)
+                x = _logits(q_tiles, keys, full, phase, zeros, 1, PIECES, BOXES)
+                # No wait: without it the compiler has one for all products before it lets the sums be shrunk
+                acc = warpgroup_mma_wait(2 * PIECES + 1, deps=(acc,))
                 acc, taken, m, l = _take(
-                    acc, l, t - 1, k - BLOCK_N, hi, scale, own, full, shared,
-                    1, BLOCK_N, HALF, P_LAYOUT, S_ROWS, O_ROWS, PIECES, BOXES, 2 * PIECES + 1,
+                    acc, l, t - 1, k - BLOCK_N, hi, own, full, shared,
+                    PART, BLOCK_N, HALF, P_LAYOUT, S_ROWS, O_ROWS, PIECES, BOXES,
                 )  # fmt: skip
                 x = warpgroup_mma_wait(1, deps=(x,))
-            mbarrier.arrive(empty[4 + PART])
-            x, m, top, shrink = _give_maximum(
-                x, m, k, hi, full_hi, position, scale, shared, PART, CAUSAL, BLOCK_N, S_LAYOUT
-            )
-            if PART == 1:
+                mbarrier.arrive(empty[5])
+                p, m, l, shrink = _give(
+                    x, m, l, k, hi, full_hi, position, scale, shared, PART, CAUSAL, BLOCK_N, S_LAYOUT
+                )
                 acc, taken = warpgroup_mma_wait(0, deps=(acc, taken))
                 mbarrier.arrive(empty[2])
-            p, l = _give_probabilities(x, l, top, shrink, scale, shared, PART)
             acc = acc * gl.convert_layout(shrink, O_ROWS)[:, None]
             p = gl.convert_layout(p, P_LAYOUT)
             _zero_hidden(own.index(PART), k, hi, BLOCK_N, HALF, BOXES)
@@ -270,8 +249,8 @@ def consume(
             mbarrier.arrive(empty[3 * PART])
         if count % 2 == PART:  # the last tile is the other's
             acc, p, m, l = _take(
-                acc, l, count - 1, n + (count - 1) * BLOCK_N, hi, scale, own, full, shared,
-                PART, BLOCK_N, HALF, P_LAYOUT, S_ROWS, O_ROWS, PIECES, BOXES, 0,
+                acc, l, count - 1, n + (count - 1) * BLOCK_N, hi, own, full, shared,
+                PART, BLOCK_N, HALF, P_LAYOUT, S_ROWS, O_ROWS, PIECES, BOXES,
             )  # fmt: skip
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
 
@@ -280,7 +259,6 @@ def consume(
         mbarrier.arrive(both[1])
         mbarrier.wait(both[1], 0)
         l += sums.index(1 - PART).load(S_ROWS)
-        token, head, i, valid = _query_rows(first, start, num, head_block, S_LAYOUT, GROUP, HEADS, BLOCK_M)
         # l is 0 only where nothing was seen, and then acc is 0 and m -inf
         row = token * GROUP + head
         if SPLIT:

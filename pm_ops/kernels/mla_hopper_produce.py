@@ -105,12 +105,12 @@ def produce(
                     plane, strides, parts[2], full[4 * PIECES + place], pages, inside, n, place,
                     VALUE, PAGE_SIZE, ROWS, REST, BLOCK_N, BOXES, layout,
                 )  # fmt: skip
-                for j in gl.static_range(2):  # then the half of the consumer that makes the tile's logits
-                    mbarrier.wait(empty[2 * ((place + j) % 2) + place], free)
+                for part in gl.static_range(2):
+                    mbarrier.wait(empty[2 * part + place], free)
                     for i in gl.static_range(PIECES):
                         _fetch_piece(
-                            plane, strides, parts[(place + j) % 2], full[(2 * ((place + j) % 2) + place) * PIECES + i],
-                            pages, inside, n, place * PIECES + i, ((place + j) % 2 * PIECES + i) * WIDTH,
+                            plane, strides, parts[part], full[(2 * part + place) * PIECES + i], pages, inside, n,
+                            place * PIECES + i, (part * PIECES + i) * WIDTH,
                             PAGE_SIZE, ROWS, WIDTH, BLOCK_N, BOXES, layout,
                         )  # fmt: skip
                 n += BLOCK_N

@@ -506,6 +506,28 @@ def test_tiles_hold_any_group_and_fit(monkeypatch):
                     assert p.query_blocks * p.block_q >= tokens
 
 
+@pytest.mark.parametrize("queries", [1, 3, 4, 200])
+@pytest.mark.parametrize("batch", [1, 2, 8, 33, 200])
+def test_ragged_sequences_of_one_length_are_split_as_others(batch, queries, monkeypatch):
+    """Of their blocks up to batch + 1 are empty, which fill no multiprocessor."""
+    monkeypatch.setattr(attention_plan, "multiprocessors", lambda device: 132)
+    options: dict[str, Any] = dict(batch=batch, tokens=batch * queries, width=512)
+    ragged = plan(shapes(ragged=True, max_query_len=queries, **options))
+    even = plan(shapes(**options))
+    assert ragged.query_blocks > even.query_blocks
+    assert dataclasses.replace(ragged, query_blocks=even.query_blocks) == even
+
+
+@pytest.mark.parametrize("lens", [[1, 1, 1], [0, 0, 9], [33, 0, 1, 32], [5], [64, 7, 7]])
+def test_blocks_with_queries_are_no_more_than_are_counted(lens):
+    for block_q in (1, 4, 32):
+        filled = sum(-(-n // block_q) for n in lens)
+        blocks = attention_plan.query_blocks_of(sum(lens), len(lens), True, block_q)
+        for longest in (max(lens), sum(lens)):
+            counted = attention_plan.filled_blocks_of(blocks, sum(lens), len(lens), longest, block_q)
+            assert filled <= counted <= blocks
+
+
 def test_the_grid_covers_every_ragged_batch():
     """Blocks of sequence b: from query_start[b] // block_q + b on, as many as the next one leaves."""
     for lens in ([1, 1, 1], [0, 0, 9], [33, 0, 1, 32], [5], []):

@@ -236,6 +236,29 @@ def test_queries_of_any_strides():
     check_mla(case, mla_attention(dataclasses.replace(case, query=moved_with_strides(strided, "cpu"))))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the launch is stood in for")
+@pytest.mark.parametrize(("heads", "max_query_len", "programs"), [(128, 0, 64), (128, 4, 64), (16, 4, 8), (16, 0, 17)])
+def test_empty_blocks_of_a_ragged_call_do_not_keep_it_from_being_split(monkeypatch, heads, max_query_len, programs):
+    """8 sequences of 4 new tokens on 8188: of 41 blocks of one query 9 are empty, and of 17 of four, as can be told."""
+    grids = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **options: grids.append(grid)
+
+    monkeypatch.setattr(mla_hopper, "_mla_hopper", Launch())
+    monkeypatch.setattr(mla_hopper, "merge_splits", lambda *args: None)
+    monkeypatch.setattr(mla_hopper, "multiprocessors", lambda device: 132)
+    case = mla_case("cpu", [64] * 8, [4] * 8, **{**HOPPER, "heads": heads, "width": 128})
+    mla_hopper.mla_attention(dataclasses.replace(case, max_query_len=max_query_len, max_seq_len=8192))
+    (blocks, splits), *more = grids
+    assert not more
+    assert blocks == (82 if heads == 128 else 17)
+    assert splits == splits_of(programs, 8192, 132)
+    if heads == 128:
+        assert splits == 2  # 128 programs, one a multiprocessor
+
+
 @pytest.mark.parametrize("programs", [1, 2, 80, 128, 132, 133, 4000])
 @pytest.mark.parametrize("keys", [0, 1, 64, 4096, 131072])
 def test_splits_fill_the_device_and_none_is_there_for_nothing(programs, keys):
