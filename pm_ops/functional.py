@@ -177,6 +177,7 @@ def attention(
     batch_invariant: bool = False,
     return_lse: bool = False,
     impl: str = "auto",
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the layer's pages: decode, prefill and mixed batches in one call.
 
@@ -200,14 +201,18 @@ def attention(
         batch_invariant: make a row's bits independent of what else is in the call (CUDA; slower).
         return_lse: also return ``lse [Tq, Hq]`` float32, natural log.
         impl: ``"auto"``, ``"triton"``, ``"fa3"`` or ``"reference"``; :func:`attention_impl` tells what auto takes.
+        out: contiguous ``[Tq, Hq, Dv]`` of the query's dtype; written and returned instead of a new tensor.
 
     Returns ``out [Tq, Hq, Dv]``, or ``(out, lse)``. A row that sees no key gives 0 and -inf. Each argument's exact
     meaning, and what may influence a row, is in :class:`pm_ops.ops.attention.Attention`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; on CPU also lengths or page ids out of range.
+        ValueError: shapes, dtypes or devices do not fit, or both ``out`` and ``return_lse`` are given; on CPU also
+            lengths or page ids out of range.
         RuntimeError: an input requires grad.
     """
+    if out is not None and return_lse:
+        raise ValueError("attention writes to out, or returns lse, not both; leave out away")
     key, value = pool.plane(layer, "key"), pool.plane(layer, "value")
     if query.shape[-1] != key.dim or value.heads != key.heads:
         raise ValueError(
@@ -215,7 +220,7 @@ def attention(
             f"values of {counted(value.heads, 'head')} x {value.dim}: query's last axis must be the key's, and their "
             "heads must be equal"
         )
-    out, lse = torch.ops.pm_ops.attention.default(
+    arguments = (
         pool.buffer,
         query,
         page_table,
@@ -244,6 +249,10 @@ def attention(
         batch_invariant,
         max_seq_len,
     )
+    if out is not None:
+        torch.ops.pm_ops.attention_out.default(*arguments, out=out)
+        return out
+    out, lse = torch.ops.pm_ops.attention.default(*arguments)
     return (out, lse) if return_lse else out
 
 
@@ -257,15 +266,23 @@ class _Recorder(TorchDispatchMode):
         return args[1], args[1]
 
 
-def attention_impl(*args: Any, **kwargs: Any) -> str:
-    """What ``impl="auto"`` takes for this call of :func:`attention`, and why, as in ``"triton: a sequence has ..."``.
+def attention_call(*args: Any, **kwargs: Any) -> Attention:
+    """The operator's arguments in this call of :func:`attention`, checked; nothing is computed.
 
-    Same arguments and errors as :func:`attention`, which is not computed.
+    Same arguments, without ``out``, and same errors.
     """
     with _Recorder() as recorder:
         attention(*args, **kwargs)
     recorder.call.check()
-    return ": ".join(choose(recorder.call))
+    return recorder.call
+
+
+def attention_impl(*args: Any, **kwargs: Any) -> str:
+    """What ``impl="auto"`` takes for this call of :func:`attention`, and why, as in ``"triton: a sequence has ..."``.
+
+    Same arguments, without ``out``, and same errors as :func:`attention`, which is not computed.
+    """
+    return ": ".join(choose(attention_call(*args, **kwargs)))
 
 
 @explained

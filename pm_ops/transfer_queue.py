@@ -17,7 +17,7 @@ from .pool import PagePool
 from .transfer import Transfer
 from .transfer_plan import Impl, Step, parts_of, plan_transfer
 
-TURN = 32 << 20
+TURN = 8 << 20
 """Bytes that a stream has to itself before the other's turn, which begins some microseconds later."""
 
 

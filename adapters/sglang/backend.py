@@ -21,7 +21,10 @@ from sglang.srt.speculative.spec_info import SpecInputType
 from torch import Tensor
 
 import pm_ops
+from pm_ops.functional import attention_call
+from pm_ops.kernels import fa3
 
+from ..prompts import reads_prompts
 from .config import HOW, Settings
 from .pool import MARK, pools_of
 from .tree import Tree, attend, pages_of, refuse_window, tree_of, visible_of
@@ -37,7 +40,8 @@ class Step:
     """Keys of each sequence; with a tree those in front of its drafts."""
     query_start: Tensor | None = None
     """int32 ``[sequences + 1]``; None: every sequence has equally many."""
-    max_query_len: int = 1
+    max_query_len: int = 0
+    """At most; 0: as many as query_start None says."""
     max_seq_len: int = 0
     page_table_window: Tensor | None = None
     slots_window: Tensor | None = None
@@ -52,7 +56,9 @@ class PageMajorAttnBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         settings = Settings.asked()
-        self.pool = model_runner.token_to_kv_pool
+        # SGLang's models look for both pools here, and by these names
+        self.pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
         if settings is None or any(not hasattr(pool, MARK) for pool in pools_of(self.pool)):
             raise ValueError(
                 f"pm_ops: its attention backend reads a KV cache of pm_ops, and this one is SGLang's own "
@@ -69,6 +75,7 @@ class PageMajorAttnBackend(AttentionBackend):
         self.page_size = self.pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.forward_metadata: Step | None = None
+        self._fa3_takes: dict[int, bool] = {}
         self.drafts, self._verify_mask = 0, None
         if not model_runner.spec_algorithm.is_none():
             verifies = not model_runner.is_draft_worker
@@ -160,7 +167,7 @@ class PageMajorAttnBackend(AttentionBackend):
         **others: Any,
     ) -> Tensor:
         """Store this pass's rows, then attend over the pages: ``[tokens, heads * value dim]``."""
-        _refuse(layer, others)
+        refuse_layer(layer, others)
         step = self.forward_metadata
         assert step is not None
         window = 0 if layer.sliding_window_size is None else layer.sliding_window_size + 1  # with the query's own key
@@ -194,16 +201,17 @@ class PageMajorAttnBackend(AttentionBackend):
             few = tree.page_table_window if in_window else tree.page_table
             assert few is not None
             return attend(pages, index, query, table, step.seq_lens, tree, few, **options).flatten(1)
-        out = pm_ops.attention(
-            pages,
-            index,
-            query,
-            table,
-            step.seq_lens,
-            query_start=step.query_start,
-            max_query_len=step.max_query_len,
-            **options,
-        )
+        call = (pages, index, query, table, step.seq_lens)
+        options |= {"query_start": step.query_start, "max_query_len": step.max_query_len}
+        if self.impl == "auto" and reads_prompts(step.max_query_len, step.max_seq_len):
+            if layer.layer_id not in self._fa3_takes:  # its calls differ in sizes alone
+                self._fa3_takes[layer.layer_id] = fa3.reason(attention_call(*call, **options)) is None
+            options["impl"] = "fa3" if self._fa3_takes[layer.layer_id] else "auto"
+        # Between the CUDA graphs of a prefill SGLang copies the rows to this tensor, unless they are there.
+        out = getattr(forward_batch, "_attn_output", None)
+        if out is not None:
+            out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim) if out.dtype == query.dtype else None
+        out = pm_ops.attention(*call, **options, out=out)
         assert isinstance(out, Tensor)
         return out.flatten(1)
 
@@ -264,7 +272,8 @@ def _refuse_algorithm(algorithm: Any, impl: str, verifies: bool) -> None:
         raise ValueError(f"pm_ops: FlashAttention 3 has no masks, which trees of drafts need; {HOW}, without impl fa3")
 
 
-def _refuse(layer: Any, others: dict[str, Any]) -> None:
+def refuse_layer(layer: Any, others: dict[str, Any]) -> None:
+    """Raise ValueError for attention that no pool's backend has."""
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(

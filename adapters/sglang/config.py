@@ -21,7 +21,8 @@ class Settings:
             token's layers side by side, so that a layer is a tensor ``[slots, heads, dim]`` with wide strides, which
             SGLang's own Triton, FlashAttention 3 and FlashInfer backends read. ``"page_major"``: a page's tokens of
             one layer side by side.
-        impl: of attention, as :func:`pm_ops.attention` takes it; for ``--attention-backend pm_ops``.
+        impl: of attention, as :func:`pm_ops.attention` takes it; for ``--attention-backend pm_ops``. Over latents
+            ``"fa3"`` is refused.
         fuse_rope: rotary embedding, QK-norm and cache write of a layer in one launch under ``--enable-torch-compile``,
             see :mod:`pm_ops.adapters.sglang.rope`. ``True`` warns of layers that stay as they are, ``"strict"`` stops
             there.

@@ -2,7 +2,7 @@
 
 A draft model writes ``topk`` branches of a few tokens behind each sequence, one token of each branch a step. To
 attention each branch is a sequence: the pages of the prefix, then its own. Its rows of accepted drafts are computed by
-:class:`PageMajorAttnBackend` itself, as an extension like any other.
+the backend itself, as an extension like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from .backend import PageMajorAttnBackend, Step, pages_of_slots, put
+from .backend import Step, pages_of_slots, put
+from .latent_backend import make_backend
 
 
 class PageMajorMultiStepDraft(AttentionBackend):
@@ -24,7 +25,7 @@ class PageMajorMultiStepDraft(AttentionBackend):
     def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:
         super().__init__()
         self.topk, self.num_steps = topk, num_steps
-        self.attn_backends = [PageMajorAttnBackend(model_runner) for _ in range(num_steps - 1)]
+        self.attn_backends = [make_backend(model_runner) for _ in range(num_steps - 1)]
         if self.attn_backends[0].windowed:
             raise ValueError(
                 "pm_ops: its attention backend serves draft models of full attention alone in more than one step; "

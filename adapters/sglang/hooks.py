@@ -19,6 +19,9 @@ FUSED = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 """What makes the attention backends of draft models, by names of its own list."""
 
+TREES = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
+"""What refuses, last of all, trees of drafts on pages for attention backends that are not on its own list."""
+
 NEEDED = {
     "KVCacheConfigurator": f"{MODULE}:KVCacheConfigurator.configure",
     "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers",
@@ -34,6 +37,7 @@ NEEDED = {
     "registry of attention": "sglang.srt.layers.attention.attention_registry:register_attention_backend",
     "choice of attention": "sglang.srt.server_args:add_attention_backend_choices",
     "masks of drafts": "sglang.srt.layers.attention.verify_mask:VerifyMask",
+    "arguments of drafts": "sglang.srt.arg_groups.speculative_hook:_handle_eagle_family",
     "attention of draft models": "sglang.srt.speculative.draft_utils:DraftBackendFactory.create_decode_backend",
     "metadata of attention": (
         "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata_out_graph"
@@ -56,7 +60,7 @@ def pool_hooks() -> list[str]:
 def targets() -> list[str]:
     """Everything that the plugin wraps, as SGLang's HookRegistry names it."""
     drafts = (f"{DRAFTS}.{name}" for name in ("create_decode_backend", "create_draft_extend_backend"))
-    return [*(f"{CONFIGURATOR}.{name}" for name in (*pool_hooks(), "configure")), FUSED, *drafts]
+    return [*(f"{CONFIGURATOR}.{name}" for name in (*pool_hooks(), "configure")), FUSED, TREES, *drafts]
 
 
 def missing() -> list[str]:

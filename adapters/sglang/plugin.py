@@ -16,7 +16,7 @@ from .config import HOW, Settings
 BACKEND = "pm_ops"
 STRIDED = ("triton", "fa3", "flashinfer", "torch_native", BACKEND)
 """Attention backends that find a slot by its stride, as token_major needs it."""
-STRIDED_LATENTS = ("triton",)
+STRIDED_LATENTS = ("triton", BACKEND)
 """Those that do so for latents, too."""
 ANY = "run without PM_OPS"
 
@@ -58,6 +58,7 @@ def _install() -> None:
         hooks.BUILD_LATENT: _build_latent,
         "configure": _configure,
         hooks.FUSED.rpartition(".")[2]: _never_fused,
+        hooks.TREES.rpartition(".")[2]: _trees_on_pages,
         "create_decode_backend": _draft_steps,
         "create_draft_extend_backend": _draft_rows,
     }
@@ -78,9 +79,9 @@ def _check_hooks() -> None:
 
 
 def _make_backend(runner: Any) -> Any:
-    from .backend import PageMajorAttnBackend
+    from .latent_backend import make_backend
 
-    return PageMajorAttnBackend(runner)
+    return make_backend(runner)
 
 
 def _draft_steps(original: Any, factory: Any) -> Any:
@@ -122,6 +123,16 @@ def _backends() -> dict[str, str]:
 def _never_fused(original: Any, *args: Any, **options: Any) -> bool:
     """Rows of pages are not dense; the pool's own store is one launch, too."""
     return False
+
+
+def _trees_on_pages(original: Any, server_args: Any) -> None:
+    """SGLang drafts trees on pages with backends of a list; ours does it, too. Nothing is checked after that."""
+    try:
+        original(server_args)
+    except ValueError as error:
+        text = str(error)
+        if not text.startswith("speculative_eagle_topk > 1 with page_size > 1") or f"={BACKEND!r}" not in text:
+            raise
 
 
 def _resolve(original: Any, configurator: Any, *, kind: str, default: type) -> type:
@@ -230,10 +241,12 @@ def refuse(configurator: Any) -> None:
         raise ValueError("pm_ops: --kv-canary is not supported: it watches one dense tensor a layer; leave it out")
     if configurator.post_capture_kv_active:
         raise ValueError("pm_ops: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING backs one tensor a layer; unset it")
-    readable = (BACKEND,) if settings.layout == "page_major" and configurator.page_size > 1 else STRIDED
+    readable: tuple[str, ...] = STRIDED
     if configurator.use_mla_backend:
         _refuse_latents(configurator)
         readable = STRIDED_LATENTS
+    if settings.layout == "page_major" and configurator.page_size > 1:
+        readable = (BACKEND,)
     backends = _backends()
     draft = spec.speculative_draft_attention_backend
     if draft is not None:
@@ -277,11 +290,6 @@ def _refuse_latents(configurator: Any) -> None:
             configurator.kv_cache_dtype not in DTYPES,
             f"with a cache of {configurator.kv_cache_dtype}",
             "choose --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
-        ),
-        (
-            _settings().layout == "page_major" and configurator.page_size > 1,
-            "from pages of layout page_major",
-            "no attention backend of SGLang reads them: choose layout token_major, or --page-size 1",
         ),
         (get_server_args().dcp_size > 1, "split over ranks", "leave --dcp-size out"),
     ):

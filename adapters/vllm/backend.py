@@ -22,8 +22,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from pm_ops.kernels import fa3
 from pm_ops.ops.attention import AttentionOut
-from pm_ops.ops.attention_choice import FA3_QUERIES
 
+from ..prompts import reads_prompts
 from .config import HOW, Settings
 from .layout import LayerCache, locate
 from .packed import PackedViews
@@ -86,11 +86,6 @@ class PageMajorMetadata(AttentionMetadata):
     max_query_len: int
     max_seq_len: int
     causal: bool
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether most of some sequence is this step's: a prompt that is read for the first time."""
-        return self.max_query_len > FA3_QUERIES and 2 * self.max_query_len > self.max_seq_len
 
 
 class PageMajorMetadataBuilder(AttentionMetadataBuilder[PageMajorMetadata]):
@@ -242,7 +237,8 @@ class PageMajorImpl(RopeStore, AttentionImpl[PageMajorMetadata]):
             "impl": self.settings.impl,
             "out": output[: step.tokens],
         }
-        if self.settings.impl == "auto" and step.reads_prompts and self._fa3_takes(call):
+        prompts = reads_prompts(step.max_query_len, step.max_seq_len)
+        if self.settings.impl == "auto" and prompts and self._fa3_takes(call):
             # 16 prompts of 16384: 7.94 s with our own kernels, 7.84 s in FLASH_ATTN, two runs each; not timed itself.
             call["impl"] = "fa3"
         torch.ops.pm_ops.attention_out(**call)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from multiprocessing.connection import Connection
@@ -64,12 +65,21 @@ def real_weights() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+GATE = "PM_OPS_BENCHMARK_GATE"
+"""Names a file that :func:`sglang_scheduler` waits for, once it has imported SGLang."""
+
+
 def sglang_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's ``run_scheduler_process``, with :func:`draw_weights` for its dummy loader."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = draw_weights
+    parent = multiprocessing.parent_process()
+    while GATE in os.environ and not Path(os.environ[GATE]).exists():
+        if parent is None or not parent.is_alive():
+            return
+        time.sleep(0.1)
     run_scheduler_process(*args, **kwargs)
 
 
@@ -120,6 +130,7 @@ def agreement(tokens: Mapping[str, Tokens], again: Mapping[str, Tokens], others:
     unmoved = {name: equal(tokens[name], others[name]) for name in tokens}
     if any(unmoved.values()):
         raise RuntimeError(f"tokens do not depend on the context, so that a comparison shows nothing: {unmoved}")
+
     most = max(map(len, others.values()), default=0)
     return {
         "prompts": max(map(len, tokens.values()), default=0),
@@ -187,5 +198,6 @@ def each(engines: list[Seen], report: dict[str, Any], call: Callable[[Seen], Any
             report["engines"].setdefault(engine.name, {})["failed"] = str(error)
             engines.remove(engine)
             engine.process.kill()
+            engine.process.join()
             print(error, flush=True)
     return found

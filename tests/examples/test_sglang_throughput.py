@@ -15,6 +15,9 @@ class Process:
     def kill(self) -> None:
         pass
 
+    def join(self) -> None:
+        pass
+
 
 class Played:
     """An engine that takes so many seconds, and fails in run ``fails``."""
@@ -85,3 +88,41 @@ def test_a_step_is_measured_while_all_sequences_decode(monkeypatch: pytest.Monke
 
     found = bench.generate(Streaming(), shape, 0)
     assert found["step"] == 1.0 and found["first"] == 2.0
+
+
+def test_features_become_arguments_of_sglang() -> None:
+    assert bench.arguments_of([], "folder", 8) == {}
+    tree = bench.arguments_of(["tree", "half"], "folder", 8)
+    assert tree["speculative_eagle_topk"] == 2
+    assert tree["speculative_draft_model_path"] == "folder" and tree["dtype"] == "float16"
+    assert bench.arguments_of(["fuse"], "folder", 8)["cuda_graph_bs_decode"] == [1, 8]
+    with pytest.raises(ValueError, match="'quick' is none of eager, lazy-prefill"):
+        bench.arguments_of(["quick"], "folder", 8)
+
+
+def test_apart_one_engine_after_the_other_has_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All start at once; the gate of the second opens when the first has ended."""
+    events: list[str] = []
+
+    class Gated(Played):
+        def __init__(self, serve: Any, name: str, options: argparse.Namespace) -> None:
+            super().__init__(name, 1.0)
+            self.file = bench.gate(name, options)
+            assert not self.file.exists(), "a gate that an earlier run has left"
+            events.append(f"start {name}")
+
+        def facts(self) -> Any:
+            assert self.file.exists()
+            events.append(f"run {self.name}")
+            return super().facts()
+
+        def end(self) -> None:
+            if f"end {self.name}" not in events:
+                events.append(f"end {self.name}")
+
+    (tmp_path / "b.gate").touch()
+    monkeypatch.setattr(bench, "Engine", Gated)
+    command = ["bench", "--apart", "--workloads", "small=1", "--engines", "a", "b", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    bench.main()
+    assert events == ["start a", "start b", "run a", "end a", "run b", "end b"]

@@ -29,6 +29,9 @@ class Played:
     def kill(self) -> None:
         self.killed = True
 
+    def join(self) -> None:
+        pass
+
     def run(self, count: int, length: int, new_tokens: int, prefix: int = 0) -> dict[str, Any]:
         self.asked.append((count, length, new_tokens, prefix))
         tokens = [self.rule(prompt) for prompt in bench.prompts_of(count, length, prefix)]

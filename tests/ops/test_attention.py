@@ -48,6 +48,11 @@ def test_the_pools_faces_defaults_are_causal_decode_at_the_usual_scale():
     assert torch.allclose(out[0], torch.einsum("hj,jhd->hd", logits.softmax(-1), v), atol=1e-6)
     assert torch.allclose(lse[0], logits.logsumexp(-1), atol=1e-6)
     assert torch.equal(pm_ops.attention(pool, 1, query, torch.tensor([[2, 4]]), torch.tensor([6])), out)
+    into = torch.full_like(out, torch.nan)
+    assert pm_ops.attention(pool, 1, query, torch.tensor([[2, 4]]), torch.tensor([6]), out=into) is into
+    assert torch.equal(into, out)
+    with pytest.raises(ValueError, match="writes to out, or returns lse, not both"):
+        pm_ops.attention(pool, 1, query, torch.tensor([[2, 4]]), torch.tensor([6]), return_lse=True, out=into)
 
 
 def test_a_permutation_of_page_ids_changes_no_bit():

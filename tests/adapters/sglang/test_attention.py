@@ -20,8 +20,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_runner import CONTEXT, DIM, PAGE, Batch, Runner, close, expected, fill, kwargs, layer, page_table, rows
 
+import pm_ops
 from pm_ops.adapters.sglang.backend import PageMajorAttnBackend
 from pm_ops.adapters.sglang.pool import FORMATS, pool_class
+from pm_ops.kernels import fa3
 
 CASES: dict[str, dict[str, Any]] = {
     "gqa": {"heads": 4},
@@ -96,6 +98,54 @@ def test_the_backend_stores_and_attends(batch: Batch, case: str, layout: str, mo
     close(out, expected(runner.pools[0], 1, page_table(runner), batch, query, **options), dtype)
     again = backend.forward(query, None, None, layer(1, heads, softcap=softcap, window=window), forward, **given)
     assert torch.equal(out, again), "a layer that shares another's keys stores none"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_prefill_between_graphs_is_written_where_sglang_wants_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless that is of another dtype than the query, which SGLang converts to."""
+    monkeypatch.setenv("PM_OPS", "1")
+    runner = Runner("page_major", torch.float32, EXTEND)
+    fill(runner, 1, torch.float32)
+    backend = PageMajorAttnBackend(runner)
+    around = torch.randn(2 + sum(EXTEND.new), 4 * DIM).to(dtype)
+    kept = around.clone()
+    forward = runner.forward_batch(ForwardMode.EXTEND, _attn_output=around[1:-1])
+    backend.init_forward_metadata(forward)
+    query, key, value = rows(sum(EXTEND.new), 4, torch.float32)
+    out = backend.forward(query.flatten(1), key, value, layer(1, 4), forward)
+    close(out, expected(runner.pools[0], 1, page_table(runner), EXTEND, query), torch.float32)
+    taken = dtype == torch.float32
+    assert (out.data_ptr() == around[1:].data_ptr()) == taken and torch.equal(around[1:-1], kept[1:-1]) != taken
+    assert torch.equal(around[[0, -1]], kept[[0, -1]])
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason", "taken"),
+    [
+        ("auto", None, ["fa3", "fa3", "auto", "auto", "auto"]),
+        ("auto", "it is not there", ["auto"] * 5),
+        ("triton", None, ["triton"] * 5),
+    ],
+)
+def test_prompts_whose_keys_are_mostly_new_go_to_flash_attention_3(
+    impl: str, reason: str | None, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt, its second half, a last short part, a decode and a draft."""
+    monkeypatch.setenv("PM_OPS", f'{{"impl": "{impl}"}}')
+    found: list[str] = []
+    monkeypatch.setattr(fa3, "reason", lambda call: reason)
+    monkeypatch.setattr(pm_ops, "attention", lambda *call, impl, **options: (found.append(impl), call[2])[1])
+    for queries, keys in ((20, 20), (20, 39), (20, 40), (1, 1), (16, 16)):
+        batch = Batch([keys], [queries])
+        runner = Runner("page_major", torch.float32, batch, context=64)
+        backend = PageMajorAttnBackend(runner)
+        forward = runner.forward_batch(ForwardMode.DECODE if queries == 1 else ForwardMode.EXTEND)
+        backend.init_forward_metadata(forward)
+        query, key, value = rows(queries, 4, torch.float32)
+        backend.forward(query, key, value, layer(1, 4), forward)
+    assert found == taken
 
 
 @pytest.mark.parametrize("batch", [DECODE, EXTEND], ids=["decode", "extend"])

@@ -3,6 +3,8 @@
 Everything that a release does between its options and its pool is its own code; a model and a GPU alone are stand-ins.
 """
 
+import ast
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch._inductor.config as inductor
 import transformers
 from sglang.srt import plugins, runtime_context
+from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.models.utils import enable_fused_set_kv_buffer
@@ -105,6 +108,7 @@ def publish(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for name, value in flags.items():  # SGLang refuses some of them itself on a CPU
             bags.get(name, runtime_context.get_memory)()._set(name, value)
 
+    publish.folder = folder  # type: ignore[attr-defined]
     return publish
 
 
@@ -134,7 +138,7 @@ def test_the_entry_point_is_the_plugin_and_its_hooks_are_in_place(publish: Any) 
     assert hooks.missing() == []
     expected = [hooks.RESOLVE] if RELEASE == "0.5.23" else [*hooks.BUILD, hooks.BUILD_LATENT]
     assert hooks.pool_hooks() == expected
-    targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED}
+    targets = {f"{hooks.CONFIGURATOR}.{name}" for name in (*expected, "configure")} | {hooks.FUSED, hooks.TREES}
     targets |= {f"{hooks.DRAFTS}.{name}" for name in ("create_decode_backend", "create_draft_extend_backend")}
     assert targets == set(hooks.targets()) <= HookRegistry._patched
     assert "pm_ops" in ATTENTION_BACKENDS and "pm_ops" in ATTENTION_BACKEND_CHOICES
@@ -174,7 +178,7 @@ def test_sliding_windows_get_two_of_ours_and_page_major_of_one_slot_is_read_by_a
         ({"post_capture_kv_active": True}, {}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING .* unset it"),
         ({"use_mla_backend": True, "mambaish_config": object()}, {}, r"\(MLA\) beside state layers is not supported"),
         ({"use_mla_backend": True, "kv_cache_dtype": torch.uint8}, {}, "with a cache of torch.uint8 is not supported"),
-        ({"use_mla_backend": True}, {"backend": "pm_ops"}, "pm_ops cannot read .* choose --attention-backend triton$"),
+        ({"use_mla_backend": True}, {"backend": "torch_native"}, "torch_native cannot read .* triton or pm_ops$"),
         ({}, {"backend": "flex_attention"}, "flex_attention cannot read pages of layout token_major; choose"),
         ({}, {"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported: pm_ops brings"),
         ({}, {"enable_unified_memory": True}, "--enable-unified-memory is not supported"),
@@ -226,10 +230,15 @@ def test_contexts_split_over_ranks_and_rocm_are_refused(publish: Any, monkeypatc
         build(device="cuda")
 
 
-@pytest.mark.parametrize(("layout", "page_size"), [("token_major", 4), ("page_major", 1)])
-def test_latents_get_a_pool_of_ours(layout: str, page_size: int, publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "page_size", "backend"),
+    [("token_major", 4, "triton"), ("page_major", 1, "triton"), ("token_major", 4, "pm_ops")],
+)
+def test_latents_get_a_pool_of_ours(
+    layout: str, page_size: int, backend: str, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PM_OPS", f'{{"layout": "{layout}"}}')
-    publish(page_size=page_size)
+    publish(page_size=page_size, backend=backend)
     pool = build(use_mla_backend=True, page_size=page_size)
     assert type(pool).__name__ == "PageMajorMLAPool" and pool.pm_ops_layout == layout
     assert pool.kv_buffer[0].shape == (SIZE + page_size, 1, 24)
@@ -244,20 +253,21 @@ def test_latents_that_are_not_supported_are_refused(publish: Any, monkeypatch: p
     configurator.model_config = SimpleNamespace(**{**vars(configurator.model_config), "hf_config": config})
     with pytest.raises(ValueError, match=r"with an indexer \(DSA\) is not supported; its keys have a pool"):
         configurator.configure(pre_model_load_memory=0)
-    monkeypatch.setenv("PM_OPS", '{"layout": "page_major"}')
-    with pytest.raises(ValueError, match="layout page_major is not supported; no attention .* or --page-size 1"):
-        build(use_mla_backend=True)
     monkeypatch.setenv("PM_OPS", "1")
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(dcp_size=2))
     with pytest.raises(ValueError, match="split over ranks is not supported; leave --dcp-size out"):
         build(use_mla_backend=True)
 
 
-def test_page_major_needs_our_attention(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_page_major_needs_our_attention(latent: bool, publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PM_OPS", '{"layout": "page_major"}')
     publish(backend="triton")
     with pytest.raises(ValueError, match="choose --attention-backend pm_ops, or layout token_major"):
-        build()
+        build(use_mla_backend=latent)
+    publish(backend="pm_ops")
+    pool = build(use_mla_backend=latent)
+    assert pool.pm_ops_layout == "page_major" and pool.page_pool.page_size == 4
 
 
 @pytest.mark.parametrize(
@@ -301,6 +311,30 @@ def test_draft_models_are_served_where_they_are_given_to_it(
         factory.draft_model_runner = SimpleNamespace(**{**vars(runner), **vars(windowed), "is_draft_worker": True})
         assert factory.create_decode_backend() is None
         assert not rows or factory.create_draft_extend_backend().windowed
+
+
+def test_trees_on_pages_are_drafted_by_our_backend(publish: Any) -> None:
+    """SGLang refuses them for all but three of its own; that is its last check, so that none is left out."""
+    original = inspect.unwrap(speculative_hook._handle_eagle_family)
+    last = ast.parse(inspect.getsource(original)).body[0].body[-1]  # type: ignore[attr-defined]
+    assert isinstance(last, ast.If) and isinstance(last.body[-1], ast.Raise) and not last.orelse
+    tree = {
+        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(publish.folder),
+        "speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6, "page_size": 16,
+    }  # fmt: skip
+    options = {"model_path": str(publish.folder), "device": "cpu", "skip_tokenizer_init": True, **tree}
+
+    def resolved(backend: str) -> ServerArgs:
+        args = ServerArgs(**options, attention_backend=backend)
+        getattr(args, "resolve_once", lambda: None)()  # before 0.5.23 this is done when they are made
+        return args
+
+    args = resolved("pm_ops")
+    assert (args.attention_backend, args.speculative_eagle_topk) == ("pm_ops", 2)
+    with pytest.raises(ValueError, match="topk > 1 with page_size > 1 is only supported"):
+        resolved("torch_native")
+    with pytest.raises(ValueError, match="topk > 1 with page_size > 1 is only supported"):
+        original(args)
 
 
 @pytest.mark.parametrize("value", ["yes", '{"layout": "BLNHC"}', '{"colour": 1}'])
