@@ -51,7 +51,7 @@ class PageMajorBackend:
             raise ValueError(f"binding must come from pm_ops.compile_passes.bind, got {type(binding).__name__}")
         if on_unsupported_read not in UNSUPPORTED_READS:
             raise ValueError(f"on_unsupported_read={on_unsupported_read!r}; supported: {', '.join(UNSUPPORTED_READS)}")
-        self.binding, self.inner, self.strict = binding, inner, strict
+        self.binding, self.inner, self.strict = binding, _inner(inner), strict
         self.materialize = on_unsupported_read == "materialize"
         self.mode, self.options, self.fuse_rope = mode, dict(options or {}), fuse_rope
         self.graphs: list[str] = []
@@ -157,8 +157,20 @@ class PageMajorBackend:
     ) -> Callable[..., Any]:
         if self.inner == "inductor":
             return inductor(gm, inputs, mode, options)
-        inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
-        return inner(gm, list(inputs), **options)
+        return self.inner(gm, list(inputs), **options)
+
+
+def _inner(given: Any) -> Any:
+    """``"inductor"``, which is given mode and options as torch.compile does, or a backend's function."""
+    if callable(given) or given == "inductor":
+        return given
+    try:
+        if isinstance(given, str):
+            return lookup_backend(given)
+    except RuntimeError:  # there is none of this name
+        pass
+    names = ", ".join(torch.compiler.list_backends(()))
+    raise ValueError(f"inner={given!r} is no backend of torch.compile: pass a function, or one of {names}")
 
 
 def page_major_backend(
@@ -189,7 +201,12 @@ def page_major_backend(
             named in the report without.
 
     Raises:
-        RewriteError: (at the first call) an access to a bound cache has no exact counterpart on pages.
+        ValueError: an argument is of another kind, or there is no backend of this name.
+
+    The first call of the compiled model, or one that compiles it anew, raises
+    ``torch._dynamo.exc.BackendCompilerFailed`` where an access to a bound cache has no exact counterpart on pages:
+    Dynamo puts all that a backend raises into one. Its message has the reason and the user's line, its
+    ``inner_exception`` is the :class:`RewriteError`.
     """
     return PageMajorBackend(binding, inner, strict, on_unsupported_read, mode, options, fuse_rope)
 

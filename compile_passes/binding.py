@@ -18,7 +18,7 @@ from .coverage import Cover, check_covered, owners, sharing
 from .facade import Facade, make_facade, refuse_to_load
 from .forms import CachePlane, form_of
 from .internals import empty_storage, give_storage, storage_key
-from .page_tables import give_pages_back, in_columns, layers_with, pools_of, take_pages, whole_pool
+from .page_tables import give_pages_back, given_pages, in_columns, layers_with, pools_of, take_pages, whole_pool
 from .report import RewriteReport
 from .states import named_states, state_form
 from .static_cache import attention_caches, states_of
@@ -43,8 +43,7 @@ class Binding:
         planes: every bound cache, in the order given.
         page_table: int32 ``[batch, columns]`` for caches and states with a batch axis, else None. A row has all pages
             of a sequence: ``ceil(seq / page_size)`` of keys and values, then, where states are bound, one of states.
-            Compiled graphs read it anew on every call, so pages may be moved between calls: copy them, then update it
-            in place.
+            Compiled graphs read it anew on every call, so that :meth:`move` may change it between calls.
     """
 
     def __init__(
@@ -111,6 +110,41 @@ class Binding:
             raise RuntimeError("this binding was released already")
         return Cells(self.buffer, plane, self.page_table)
 
+    def move(self, row: int, pages: Tensor | Sequence[int] | None = None) -> list[int]:
+        """Move a sequence to other pages between two calls of the model: keys, values and states, in one copy.
+
+        Args:
+            row: of ``page_table``.
+            pages: of the pool's allocator, one for each of the row's and in their order, with one owner: the caller,
+                who gives them to the binding. Default: ``pool.allocator.alloc`` of as many.
+
+        Returns the pages that the row has now. Those that it had are free, but for what somebody else has retained.
+
+        Raises:
+            ValueError: the caches have no batch axis, there is no such row, or the pages are too few or too many,
+                unknown, named twice, or in the table already. Nothing has been changed then.
+            RuntimeError: the binding was released, a page is free or has other owners, or the allocator has too few.
+                Nothing has been changed then.
+        """
+        pool, table = whole_pool(self.pool), self.page_table
+        if self.released:
+            raise RuntimeError("this binding was released already")
+        if table is None:
+            raise ValueError("caches addressed by slot or page take every page of the pool: there is no row to move")
+        if not 0 <= row < table.shape[0]:
+            raise ValueError(f"no row {row} in a page table of {counted(table.shape[0], 'sequence')}")
+        old = table[row].tolist()
+        new = pool.allocator.alloc(len(old)) if pages is None else given_pages(pool, pages, len(old), table)
+        with torch.inference_mode():  # in which tensors of either mode may be written
+            pool.copy(old, new)
+            table[row] = torch.tensor(new)
+        pool.allocator.free(old)
+        return new
+
+    def __repr__(self) -> str:
+        state = "released from" if self.released else "in"
+        return f"Binding({counted(len(self.planes), 'cache')} {state} {self.pool!r})"
+
     def release(self) -> None:
         """Undo the binding: the caches get memory, their content and their classes back, and the pages are freed.
 
@@ -142,9 +176,9 @@ def bind(
     """Move caches into a pool's pages and turn the tensors into facades, which hold no memory.
 
     Args:
-        pool: one plane ``"key"`` and ``"value"`` a layer, of the caches' dtype and on their device, without scales. A
-            hybrid model's attention pages and state pages are the kinds of a HybridPool, whose layers are numbered as
-            in the model.
+        pool: one plane ``"key"`` and ``"value"`` a layer, of the caches' dtype and on their device, without scales, and
+            no plane without a cache. A hybrid model's attention pages and state pages are the kinds of a HybridPool,
+            whose layers are numbered as in the model.
         cache: a transformers StaticCache after ``early_initialization``, instead of all of the following. The states
             of its linear layers are the planes ``"conv"`` and ``"ssm"``; those not made yet are made, as zeros of the
             plane's dtype, so give that the dtype which the model keeps them in.
@@ -161,9 +195,13 @@ def bind(
     From then on compile the model with this binding's backend only; code that another backend compiled raises an
     error. Eager code may ask for sizes, and ``zero_()`` whole caches.
 
+    An index out of a bound cache, an error in eager code, writes nothing and reads zeros. Where the environment has
+    ``PM_OPS_CHECKS=1`` it is an error as it is for the operators, a ValueError on the CPU and a device assert on CUDA,
+    but for one value: ``len(cache)`` pads the indices of caches that are addressed by slot or page.
+
     Raises:
-        ValueError: the caches do not fit the pool or its free pages, or a storage holds more than the caches that are
-            bound. Nothing has been changed then.
+        ValueError: the caches do not fit the pool or its free pages, a plane of the pool has no cache, or a storage
+            holds more than the caches that are bound. Nothing has been changed then.
     """
     pools = pools_of(pool)
     if cache is None:
@@ -195,6 +233,7 @@ def _bind(
         raise ValueError("nothing to bind: pass a cache, keys= and values=, or states=")
     planes = in_columns(pools, planes)
     _check_distinct(planes)
+    _check_complete(pools, planes)
     tensors = [t for _, _, t in named]
     objects = sharing(tensors)
     for tensor in tensors:
@@ -280,6 +319,19 @@ def _states(
         storage = storages.setdefault(storage_key(tensor), len(storages))
         found.append(state_form(pool, layer, kind, tensor, storage, batch, by_page))
     return found
+
+
+def _check_complete(pools: Sequence[PagePool], planes: Sequence[CachePlane]) -> None:
+    """Every plane of the pool has a cache: a page verb would move the others without what the model keeps of them."""
+    bound = {(p.layer, p.kind) for p in planes}
+    left = sorted({(p.layer, p.kind) for pool in pools for p in pool.layout.planes} - bound)
+    if left:
+        kinds = ", ".join(sorted({repr(kind) for _, kind in left}))
+        raise ValueError(
+            f"no cache is given for {counted(len(left), 'plane')} of the pool, {kinds} from layer {left[0][0]} on: what "
+            "the model keeps there would stay outside of the pages; pass keys=, values= and states= of every plane, or "
+            "bind to a pool without these: of a layout such as layout.part('key'), or one kind of a HybridPool"
+        )
 
 
 def _check_distinct(planes: Sequence[CachePlane]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pm_ops import HybridPool, PagePool
+from pm_ops.descriptors import checked_pages
 from pm_ops.layout import counted
 
 from .forms import CachePlane
@@ -106,6 +107,27 @@ def _take_all(pool: PagePool | HybridPool, planes: Sequence[CachePlane]) -> None
 
 def _planes(pool: PagePool) -> set[tuple[int, str]]:
     return {(p.layer, p.kind) for p in pool.layout.planes}
+
+
+def given_pages(pool: PagePool, pages: Tensor | Sequence[int], count: int, page_table: Tensor) -> list[int]:
+    """Pages that a caller owns and gives to a table, as a list of so many.
+
+    Raises:
+        ValueError: they are of another number, unknown, named twice, or in the table already.
+        RuntimeError: one is free, or has other owners.
+    """
+    ids = checked_pages(pool, pages, distinct=True)
+    if len(ids) != count:
+        raise ValueError(f"{counted(len(ids), 'page')} for a sequence of {count}; give one for each")
+    if bound := sorted(set(ids) & set(page_table.flatten().tolist())):
+        raise ValueError(f"pages {bound} are in the page table already; give pages of pool.allocator.alloc")
+    for page in ids:
+        owners = pool.allocator.refcount(page)
+        if owners != 1:
+            raise RuntimeError(
+                f"page {page} has {counted(owners, 'owner')}; give pages of pool.allocator.alloc, which nobody else has"
+            )
+    return ids
 
 
 def give_pages_back(pool: PagePool | HybridPool, page_table: Tensor | None) -> None:

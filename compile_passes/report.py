@@ -19,7 +19,10 @@ _PACKAGES = re.compile(r"^\S.*?/(?:site|dist)-packages/")
 
 
 class RewriteError(RuntimeError):
-    """The graph does something with a bound cache that has no exact counterpart on pages."""
+    """The graph does something with a bound cache that has no exact counterpart on pages.
+
+    torch.compile raises it as the ``inner_exception`` of a ``torch._dynamo.exc.BackendCompilerFailed``.
+    """
 
 
 def user_line(node: Node) -> str:

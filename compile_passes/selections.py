@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pm_ops.ops import _common
+
 from .regions import ROW_AXES, Region, Size
 from .report import RewriteError
 
@@ -21,7 +23,8 @@ class Selection:
 
     ``labels`` are the dimensions of the picked tensor, in order: ``("i", k)`` is the k-th of the broadcast indices,
     ``("d", n)`` the view's n-th dimension. Negative indices count from the end of a view if ``wraps``, else they are
-    out of range. Nothing is written for an index out of range, and zeros are read; eager raises an error there.
+    out of range. Nothing is written for an index out of range, and zeros are read, where eager raises an error. With
+    ``PM_OPS_CHECKS=1`` the operator raises one too, but for padding: the length of an axis of physical slots.
     """
 
     region: Region
@@ -57,12 +60,14 @@ class Selection:
         return found if order == sorted(order) else found.permute([order.index(i) for i in range(len(order))])
 
     def slots(self, page_table: Tensor | None, device: torch.device) -> Tensor:
-        """The physical slot of every token, ``[N]``; -1, which the operators skip, for an index out of range."""
-        plane, outside = self.region.plane, []
-        at: dict[str, Any] = {}
-        for axis in "BST":
-            at[axis], found = self._positions(axis, device)
-            outside += found
+        """The physical slot of every token, ``[N]``; for an index out of range -1, which the operators skip.
+
+        With ``PM_OPS_CHECKS=1`` it is the first slot behind the pool, which they refuse.
+        """
+        plane = self.region.plane
+        outside: list[Tensor] = []
+        refused: list[Tensor] = []
+        at = {axis: self._positions(axis, device, outside, refused) for axis in "BST"}
         if not plane.paged:
             slots = at["S"] if isinstance(at["S"], Tensor) else torch.full((1,), at["S"], device=device)
         else:
@@ -75,15 +80,18 @@ class Selection:
             slots = page_table[at["B"], column + plane.column if plane.column else column] * size + at["S"] % size
         if outside:
             slots = slots.masked_fill(functools.reduce(operator.or_, outside), -1)
+        if refused:
+            slots = slots.masked_fill(functools.reduce(operator.or_, refused), plane.geometry[4] * plane.page_size)
         shape = [self.shape[i] for i in self.tokens] or [1]
         return slots if len(shape) == slots.dim() == 1 else slots.expand(shape).reshape(-1)
 
-    def _positions(self, axis: str, device: torch.device) -> tuple[Any, list[Tensor]]:
-        """Where along an axis every token lies, and for every index along it, which are out of range.
+    def _positions(self, axis: str, device: torch.device, outside: list[Tensor], refused: list[Tensor]) -> Any:
+        """Where along an axis every token lies: a number, or a tensor that broadcasts over the token dimensions.
 
-        The first is a number, or like the others a tensor that broadcasts over the token dimensions.
+        Such tensors are added to the lists for every index along it: which are out of range, and which of these are
+        to be refused.
         """
-        position, outside = self.region.start.get(axis, 0), []
+        position = self.region.start.get(axis, 0)
         for n in self.region.find(axis):
             index, dim = self.indices.get(n), self.region.dims[n]
             if index is None:
@@ -92,15 +100,19 @@ class Selection:
             else:
                 index = index if index.dim() else index.reshape(1)  # torch indexes with the value of a scalar tensor
                 behind = self._behind(max((i for i, (kind, _) in enumerate(self.labels) if kind == "i"), default=-1))
-                near = index.clamp(-dim.size if self.wraps else 0, dim.size - 1)
+                first = -dim.size if self.wraps else 0
+                near = index.clamp(first, dim.size - 1)
                 outside.append(_followed(near != index, behind))
+                if _common.CHECKS:
+                    last = dim.size - 1 if self.region.plane.paged else dim.size
+                    refused.append(_followed(index.clamp(first, last) != index, behind))
                 along = near % dim.size if self.wraps else near
             along = _followed(along, behind)
             along = along * dim.step if dim.step != 1 else along
             position = along if isinstance(position, int) and position == 0 else along + position
         if isinstance(position, torch.SymInt):  # as a number it would index, and be guarded on its value
-            return torch.full((1,), position, dtype=torch.int64, device=device), outside  # type: ignore[call-overload]
-        return position, outside
+            return torch.full((1,), position, dtype=torch.int64, device=device)  # type: ignore[call-overload]
+        return position
 
     def _behind(self, last: int) -> int:
         """Token dimensions behind a label; -1 stands for an index without dimensions, which has none behind it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, StaticCache
 
 import pm_ops
-from pm_ops.compile_passes import Binding, bind, page_major_backend
+from pm_ops.compile_passes import bind, page_major_backend
 from pm_ops.hybrid import smallest_page_size
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,17 +61,6 @@ def go_on(model: Any, cache: StaticCache, step: Tensor, tokens: int) -> Tensor:
     return torch.cat(said, 1)
 
 
-def move(binding: Binding, row: int) -> int:
-    """A sequence to other pages, all that it has in one call; returns how many pages these are."""
-    pool, old = binding.pool, binding.page_table[row].tolist()
-    new = pool.allocator.alloc(len(old))
-    pool.whole.copy(old, new)
-    pool.whole.zero(old)
-    pool.allocator.free(old)
-    binding.page_table[row] = torch.tensor(new)
-    return len(new)
-
-
 @torch.inference_mode()
 def main() -> None:
     torch.manual_seed(0)
@@ -88,11 +77,13 @@ def main() -> None:
 
     first = go_on(prefill, cache, prompts, 1)
     half = go_on(decode, cache, first, TOKENS // 2)
-    moved = move(binding, row=0)
+    old = binding.page_table[0].tolist()
+    moved = binding.move(0)
+    pool.whole.zero(old)  # nobody has these now
     rest = go_on(decode, cache, half[:, -1:], TOKENS - TOKENS // 2 - 5)
     got = torch.cat([first, half, rest], 1)
     print(binding.report())
-    print(f"moved halfway in one call: {moved} pages, of keys, of values and of states")
+    print(f"moved halfway in one call: {len(moved)} pages, of keys, of values and of states")
     same = torch.equal(got, expected[:, : got.shape[1]])
     print(f"the same {got.numel()} tokens as on transformers' own cache: {same}")
 

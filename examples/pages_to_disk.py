@@ -1,12 +1,13 @@
 """A prompt's pages outlive the process that computed them: they are kept on disk by a hash of their tokens.
 
 A page's key is the hash of all tokens up to its end, so that two prompts share the pages of the beginning that they
-share. Run `python examples/pages_to_disk.py` twice: the first run computes the six pages of its first prompt, the
-second run none.
+share. Run `python examples/pages_to_disk.py --folder /tmp/pages` twice: the first run computes the six pages of its
+first prompt, the second run none. Without a folder they are kept in a temporary one, as long as the run takes.
 """
 
 import argparse
 import hashlib
+import tempfile
 
 import torch
 from torch import Tensor
@@ -65,8 +66,15 @@ def generate_first(model: Model, store: pm_ops.PageStore, tokens: Tensor) -> tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="pages", help="where the pages are kept (default: %(default)s)")
+    parser.add_argument("--folder", help="where the pages are kept (default: in a temporary folder)")
     folder = parser.parse_args().folder
+    if folder:
+        return show(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        show(folder)
+
+
+def show(folder: str) -> None:
     model, store = Model(), pm_ops.PageStore(folder, max_bytes=64 << 20, model=MODEL)
     system = torch.randint(1000, (100,), generator=torch.Generator().manual_seed(1))
     for question in ([3, 1, 4], [2, 7, 1, 8]):

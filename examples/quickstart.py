@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model, tokenizer = load(arguments.model, dtype, arguments.device)
     prompts = [encode(tokenizer, prompt) for prompt in PROMPTS]
     run = demo(model, prompts, arguments.tokens, say)
-    summary = {"model": arguments.model or "SmolLM2-135M-Instruct", "seconds": say.elapsed(), **run.summary()}
+    summary = {"model": arguments.model or "SmolLM2-135M-Instruct", "seconds": round(say.elapsed(), 1), **run.summary()}
     show_answers(run, tokenizer)
     print("\n" + "\n".join(f"{name:40} {value}" for name, value in summary.items()))
     show_pages(run)

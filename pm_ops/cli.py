@@ -20,6 +20,7 @@ from .layout import PageLayout, draw, dtype_name, dtype_of
 from .model_config import ModelShape, read_model_config
 from .ops._common import PLANE_DTYPES
 
+ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 FORMATS = ("page_major", "token_major", *VLLM_ORDERS, *HICACHE_ORDERS)
 
 
@@ -67,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--head-dim", type=int)
     command.add_argument("--value-dim", type=int, help="where V rows differ from K rows (default: head dim)")
     command.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
-    names = ", ".join(map(dtype_name, PLANE_DTYPES))
-    command.add_argument("--dtype", help=f"of the cache: {names} (default: the model's own, or bfloat16)")
+    names = ", ".join((*map(dtype_name, PLANE_DTYPES), *ALIASES))
+    command.add_argument("--dtype", help=f"of the cache: {names} (e4m3fn) (default: the model's own, or bfloat16)")
     command.add_argument("--scales", action="store_true", help="a scale for each token and head of an 8-bit cache")
     command.add_argument("--format", choices=FORMATS, default="page_major", help="(default: page_major)")
     command.add_argument("--all", action="store_true", help="draw every plane, also of deep models")
@@ -122,9 +123,9 @@ def _shape(options: argparse.Namespace) -> ModelShape:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = dtype_of(name)
+    dtype = dtype_of(ALIASES.get(name, name))
     if dtype not in PLANE_DTYPES:
-        names = ", ".join(map(dtype_name, PLANE_DTYPES))
+        names = ", ".join((*map(dtype_name, PLANE_DTYPES), *ALIASES))
         raise ValueError(f"a cache of {name} is not supported; --dtype may be {names}")
     return dtype
 

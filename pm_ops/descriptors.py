@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .hybrid import HybridPool
 from .layout import PageLayout, PageRun, counted
 from .ops._common import page_ids
 from .pool import PagePool
@@ -156,9 +157,10 @@ def require_memory(pool: PagePool) -> None:
         raise ValueError("a pool on the meta device has no memory, and no addresses")
 
 
-def _require_pool(pool: PagePool) -> None:
+def _require_pool(pool: object) -> None:
     if not isinstance(pool, PagePool):
-        raise ValueError(f"pool must be a PagePool, such as HostPool.pool, got {type(pool).__name__}")
+        remedy = f"; {pool.choice}" if isinstance(pool, HybridPool) else ""
+        raise ValueError(f"pool must be a PagePool, such as HostPool.pool, got {type(pool).__name__}{remedy}")
 
 
 def _address(pool: PagePool) -> int:

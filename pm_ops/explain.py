@@ -11,7 +11,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .hybrid import HybridPool
 from .pool import PagePool
+
+NUMBERS: dict[str, tuple[Any, str]] = {
+    "int": (numbers.Integral | torch.SymInt, "an integer"),
+    "float": (numbers.Real | torch.SymFloat, "a number"),
+}
+"""By annotation, what such an argument may be, in Python and in words."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,13 +54,16 @@ def _wrong_kind(function: Callable[..., Any], args: Any, kwargs: Any) -> str | N
     device = pool.device if isinstance(pool, PagePool) else "the other tensors' device"
     for name, value in given.items():
         wanted, got = signature.parameters[name].annotation, _type_name(value)
+        absent = value is None and wanted.endswith("None")
         if wanted == "PagePool" and not isinstance(value, PagePool):
-            return f"{name} must be a pm_ops.PagePool, got {got}; pass the pool itself, not its buffer or a view of it"
-        if wanted == "int" and not isinstance(value, numbers.Integral | torch.SymInt):
-            return f"{name} must be an integer, got {got}"
+            remedy = "pass the pool itself, not its buffer or a view of it"
+            remedy = value.choice if isinstance(value, HybridPool) else remedy
+            return f"{name} must be a pm_ops.PagePool, got {got}; {remedy}"
+        kinds, noun = NUMBERS.get(wanted.removesuffix(" | None"), (object, ""))
+        if not isinstance(value, kinds) and not absent:
+            return f"{name} must be {noun}, got {got}"
         if wanted == "Scale" and not isinstance(value, numbers.Real | Tensor):
             return f"{name} must be a float or a tensor of one float32 element, got {got}"
-        absent = value is None and wanted.endswith("None")
         if wanted.startswith("Tensor") and not absent and not isinstance(value, Tensor):
             return f"{name} must be a tensor on {device}, got {got}; torch.as_tensor makes one of a list or an array"
     return None

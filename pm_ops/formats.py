@@ -35,6 +35,7 @@ from typing import TypeVar
 import torch
 
 from .layout import PageLayout, Plane, counted, dtype_name, dtype_of
+from .ops._common import PLANE_DTYPES
 
 T = TypeVar("T")
 Dtype = torch.dtype | str
@@ -72,7 +73,8 @@ def page_major(
         layers: number of layers.
         kv_heads, head_dim, value_dim: heads and dims, in elements; ``value_dim`` defaults to ``head_dim``.
         page_size: tokens of a page.
-        dtype: element type of K and V, ``torch.bfloat16`` or ``"bfloat16"``.
+        dtype: element type of K and V, ``torch.bfloat16`` or ``"bfloat16"``: float32, float16, bfloat16, float8_e4m3fn,
+            float8_e5m2 or int8.
         align: start every plane, and end the page, at a multiple of this many bytes. 1 is byte-exact with SGLang.
         scales: add planes ``"key_scale"`` and ``"value_scale"``, float32 ``(heads, 1)``, to the layers of an 8-bit
             dtype. They start, and the page then ends, at multiples of 16 bytes too.
@@ -145,7 +147,7 @@ def vllm(
     """
     if order not in VLLM_ORDERS:
         raise ValueError(f"order {order!r} is not a block-outermost vLLM layout; supported: {', '.join(VLLM_ORDERS)}")
-    dtype = _dtype(dtype)
+    dtype = _cache_dtype(dtype)
     key_bytes = head_dim * dtype.itemsize
     value = head_dim if value_dim is None else value_dim
     content = key_bytes + value * dtype.itemsize
@@ -178,7 +180,7 @@ def hicache(
     """
     if order not in HICACHE_ORDERS:
         raise ValueError(f"order {order!r} is not a HiCache layout; supported: {', '.join(HICACHE_ORDERS)}")
-    dtype = _dtype(dtype)
+    dtype = _cache_dtype(dtype)
     sizes = {"L": layers, "H": kv_heads, "N": page_size}
     strides, half = _strides(HICACHE_ORDERS[order], sizes, head_dim * dtype.itemsize)
     planes = [
@@ -237,7 +239,7 @@ def mla(
     Args:
         layers: number of layers, all alike.
         page_size: tokens of a page.
-        dtype: element type of the rows.
+        dtype: element type of the rows, as in :func:`page_major`.
         latent_dim, rope_dim: elements of the two parts of a row.
         index_dim: with an indexer (DeepSeek-V3.2: 128), the dim of its keys. It adds to each layer the planes
             ``"index_key"``, float8_e4m3fn, and ``"index_key_scale"``, float32, one a token: behind all latents
@@ -245,7 +247,7 @@ def mla(
             of SGLang's and vLLM's indexer caches.
         align: start every layer's plane or pair of planes, and end the page, at a multiple of this many bytes.
     """
-    dtype = _dtype(dtype)
+    dtype = _cache_dtype(dtype)
     if latent_dim < 1 or rope_dim < 0 or index_dim < 0:
         raise ValueError(
             f"latent_dim={latent_dim} must be positive, rope_dim={rope_dim} and index_dim={index_dim} >= 0"
@@ -288,7 +290,7 @@ def _per_layer(
     keys = _spread(head_dim, layers, "head_dim")
     values = keys if value_dim is None else _spread(value_dim, layers, "value_dim")
     dtypes: list[Dtype] = _spread(dtype, layers, "dtype")
-    return [(i, heads[i], (keys[i], values[i]), _dtype(dtypes[i])) for i in range(layers)]
+    return [(i, heads[i], (keys[i], values[i]), _cache_dtype(dtypes[i])) for i in range(layers)]
 
 
 def _scaled(per_layer: Layers) -> list[tuple[int, str, int]]:
@@ -310,6 +312,15 @@ def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:
         given = f"{counted(len(value), 'value')} for {counted(layers, 'layer')}"
         raise ValueError(f"{name} has {given}; give one value, or one a layer")
     return list(value)
+
+
+def _cache_dtype(given: Dtype) -> torch.dtype:
+    """The dtype of a plane of tokens, which the operators write and read."""
+    dtype = _dtype(given)
+    if dtype not in PLANE_DTYPES:
+        supported = ", ".join(map(dtype_name, PLANE_DTYPES))
+        raise ValueError(f"no operator takes a cache of {dtype_name(dtype)}; dtype may be {supported}")
+    return dtype
 
 
 def _dtype(dtype: Dtype) -> torch.dtype:

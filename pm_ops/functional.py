@@ -190,7 +190,8 @@ def attention(
         window: 0, or how many keys a query sees, itself included.
         softcap: 0, or ``c`` in ``c * tanh(logit / c)``.
         sinks, alibi_slopes: ``[Hq]``.
-        bias: bool (True: visible) or floating point ``[B or 1, Hq or 1, Lq or 1, S]``.
+        bias: bool (True: visible) or floating point (added) ``[B or 1, Hq or 1, Lq or 1, S]``, ``Lq`` being the most
+            query tokens of one sequence. Column ``j`` is key ``j``; keys past ``S`` are hidden.
         key_scale, value_scale: as in :func:`store_kv`.
         max_query_len: 0, or an upper bound of one sequence's query tokens, a hint.
         max_seq_len: 0, or about the most keys of one sequence, a hint for tables that are much wider.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ Pages = Tensor | Sequence[int]
 class HybridPool(Mapping[str, PagePool]):
     """Kinds of page over one buffer, by name: a page is as long as the longest kind's, and may hold any of them.
 
-    A sequence owns pages of several kinds. ``whole`` is the same pages as bytes of any kind: one call there copies,
-    gathers, scatters, zeroes, or (with :class:`HostPool`) offloads them all together.
+    A sequence owns pages of several kinds, all from ``allocator``. ``pool[kind]`` is the :class:`PagePool` of one kind,
+    with its planes. ``whole`` is the same pages as bytes of any kind: one call there copies, gathers, scatters, zeroes,
+    or (with :class:`HostPool`) offloads them all together.
 
     Args:
         kinds: the layout of each, such as ``{"attention": page_major(2, …).numbered([3, 7]), "state": state_page(…)}``.
@@ -64,13 +66,27 @@ class HybridPool(Mapping[str, PagePool]):
         }
 
     def __getitem__(self, kind: str) -> PagePool:
+        if kind not in self._pools:
+            raise KeyError(f"no kind of page {kind!r}; there are {', '.join(map(repr, self._pools))}")
         return self._pools[kind]
+
+    if not TYPE_CHECKING:  # a type checker knows what there is
+
+        def __getattr__(self, name: str) -> NoReturn:
+            remedy = "" if name.startswith("_") else f"; {self.choice}"
+            raise AttributeError(f"a HybridPool has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pools)
 
     def __len__(self) -> int:
         return len(self._pools)
+
+    @property
+    def choice(self) -> str:
+        """Which :class:`PagePool` to take where one is wanted, for messages."""
+        kinds = " or ".join(f"pool[{name!r}]" for name in self._pools)
+        return f"take pool.whole for pages of any kind, {kinds} for the planes of one kind"
 
     @property
     def padding(self) -> dict[str, int]:

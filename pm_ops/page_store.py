@@ -117,6 +117,9 @@ class PageStore:
     def __len__(self) -> int:
         return len(self._entries())
 
+    def __repr__(self) -> str:
+        return f"PageStore({str(self.folder)!r}, max_bytes={self.max_bytes}, model={self.model!r})"
+
     def _path(self, key: str) -> Path:
         if not isinstance(key, str) or not KEY.fullmatch(key):
             raise ValueError(

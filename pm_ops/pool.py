@@ -42,7 +42,8 @@ class PagePool:
         allocator: share another pool's allocator, for pools that lie in the same pages.
 
     Raises:
-        ValueError: the buffer is of another kind or too small, or base and stride do not fit the layout's dtypes.
+        ValueError: the layout is none, the device unknown, the buffer of another kind or too small, or base and stride
+            do not fit the layout's dtypes.
         RuntimeError: the device is a CUDA device, and torch sees none.
     """
 
@@ -58,6 +59,9 @@ class PagePool:
         reserve_null: bool = False,
         allocator: PageAllocator | None = None,
     ) -> None:
+        if not isinstance(layout, PageLayout) or not hasattr(num_pages, "__index__"):
+            given = f"{type(layout).__name__} and {type(num_pages).__name__}"
+            raise ValueError(f"a pool needs a PageLayout, such as page_major(...), and a number of pages, got {given}")
         self.layout = layout
         self.num_pages = num_pages
         self.base = base
@@ -243,7 +247,11 @@ def _even(layout: PageLayout, kind: str) -> tuple[Plane, int] | None:
 
 
 def _check_device(device: torch.device | str | None) -> None:
-    if device is None or torch.device(device).type != "cuda" or torch.cuda.is_available():
+    try:
+        kind = "cpu" if device is None else torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device of torch's; use 'cuda', 'cuda:1' or 'cpu'") from error
+    if kind != "cuda" or torch.cuda.is_available():
         return
     built = torch.version.cuda or torch.version.hip
     reason = "no usable GPU or driver was found" if built else "it was built for the CPU only"

@@ -214,7 +214,9 @@ class RepackPlan:
             moved[0] += f" {_listed(ours)} as {_listed(theirs)}"
         if self.heads is not None:
             first, at, count = self.heads
-            moved.append(f"{counted(count, 'head')} from {first} on as {at} on")
+            noun = "head" if count == 1 else "heads"
+            here, there = (f"{noun} {_listed(range(start, start + count))}" for start in (first, at))
+            moved.append(f"source {here} as {there}")
         if self.kinds is not None:
             moved.append(" and ".join(self.kinds))
         if self.widening is not None:

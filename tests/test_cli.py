@@ -70,6 +70,14 @@ def test_flags_alone_give_the_same_layout(config: Path, capsys: pytest.CaptureFi
     assert inspect(capsys, *flags)["layout"] == inspect(capsys, str(config))["layout"]
 
 
+def test_dtypes_have_short_names(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--layers", "2", "--kv-heads", "1", "--head-dim", "8", "--dtype"]
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
+    for short, name in names.items():
+        assert inspect(capsys, *flags, short) == inspect(capsys, *flags, name)
+    assert "int8, bf16, fp16, fp32, fp8" in refusal(capsys, *flags, "float64")
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

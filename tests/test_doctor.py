@@ -60,6 +60,18 @@ def test_what_is_needed_and_missing_is_an_error_with_its_remedy(capsys: pytest.C
     ]
 
 
+@pytest.mark.parametrize(
+    ("version", "usable", "note"),
+    [(None, False, "pip install 'pm-ops[nixl]'"), ("0.9.1", False, "1.0 or newer"), ("1.5.1", True, "")],
+)
+def test_nixl_is_told_by_its_version(
+    version: str | None, usable: bool, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pm_ops.doctor._version", lambda name: version if name == "nixl" else None)
+    found = CHECKS["nixl"]()
+    assert (found.found, found.usable) == (version or "not installed", usable) and note in "".join(found.notes)
+
+
 def test_a_need_that_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "cuda"]) == 2
     printed = capsys.readouterr()

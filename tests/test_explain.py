@@ -78,6 +78,12 @@ def test_a_scale_is_a_number_or_a_tensor() -> None:
         pm_ops.store_kv(**good("store_kv"), key_scale=[1.0])
 
 
+@pytest.mark.parametrize(("name", "noun"), [("softmax_scale", "a number"), ("window", "an integer")])
+def test_numbers_are_refused_by_name(name: str, noun: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be {noun}, got str$"):
+        pm_ops.attention(**good("attention"), **{name: "x"})
+
+
 def test_only_what_may_be_absent_may_be_none() -> None:
     arguments = good("rope_store_kv")
     with pytest.raises(ValueError, match="value must be a tensor on cpu, got NoneType"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +40,31 @@ def test_every_kind_has_its_planes_in_the_same_pages() -> None:
             for plane in layout.planes:
                 with writes_only(pool.whole.buffer, page_bytes(pool[name], [page])):
                     pool[name].view(plane.layer, plane.kind)[page] = 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pool, folder: pm_ops.HostPool(pool, 2),
+        lambda pool, folder: pm_ops.PageStore(folder, 1 << 20, model="any").put("key", pool, [0]),
+        lambda pool, folder: pm_ops.save_pages(folder / "file", pool, [0], model="any"),
+        lambda pool, folder: pm_ops.store_kv(pool, 1, torch.ones(1, 2, 8), None, torch.tensor([0])),
+        lambda pool, folder: pool.copy([0], [1]),
+        lambda pool, folder: pool.buffer,
+    ],
+)
+def test_where_one_of_its_pools_is_wanted_the_error_names_them(use: Any, tmp_path: Path) -> None:
+    remedy = r"; take pool\.whole for pages of any kind, pool\['full'\] or pool\['window'\] or pool\['state'\] for"
+    with pytest.raises((ValueError, AttributeError), match=f"HybridPool.*{remedy}"):
+        use(HybridPool(KINDS, 3), tmp_path)
+
+
+def test_a_kind_that_is_not_there_is_refused_with_those_that_are() -> None:
+    pool = HybridPool(KINDS, 3)
+    with pytest.raises(KeyError, match="no kind of page 'attention'; there are 'full', 'window', 'state'"):
+        pool["attention"]
+    assert "attention" not in pool and pool.get("attention") is None
+    assert not hasattr(pool, "_other") and list(copy.copy(pool)) == list(KINDS)
 
 
 def test_a_page_serves_one_kind_after_another() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,26 @@ LAYOUTS = {
     "vllm BLNHC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLNHC"),
     "vllm BLHNC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BLHNC"),
     "vllm BHLNC": pm_ops.vllm(2, 3, 4, 5, torch.float32, "BHLNC"),
-    "one byte": pm_ops.page_major(1, 1, 1, 1, torch.uint8),
+    "one byte": pm_ops.page_major(1, 1, 1, 1, torch.int8),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, "int32"], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dtype: pm_ops.page_major(2, 1, 4, 4, dtype),
+        lambda dtype: pm_ops.page_major(2, 1, 4, 4, ["float32", dtype]),
+        lambda dtype: pm_ops.token_major(2, 1, 4, 4, dtype),
+        lambda dtype: pm_ops.vllm(2, 1, 4, 4, dtype),
+        lambda dtype: pm_ops.hicache(2, 1, 4, 4, dtype),
+        lambda dtype: pm_ops.mla(2, 4, dtype),
+    ],
+)
+def test_a_format_of_tokens_that_no_operator_takes_is_refused(make: Any, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"no operator takes a cache of .*; dtype may be float32, float16, .*, int8"):
+        make(dtype)
 
 
 @every_layout

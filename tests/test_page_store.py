@@ -264,6 +264,10 @@ def test_a_file_that_is_being_replaced_when_its_writer_is_killed_is_the_old_or_t
     assert happened["cut"] > 0, "no writer was killed while it wrote: this run proves nothing"
 
 
+def test_it_says_where_it_is(tmp_path: Path) -> None:
+    assert repr(PageStore(tmp_path, 4096, model="any")) == f"PageStore({str(tmp_path)!r}, max_bytes=4096, model='any')"
+
+
 def test_a_writer_killed_a_hundred_times_loses_at_most_the_entry_in_flight(tmp_path: Path) -> None:
     rounds = 100
     happened = run("killed", tmp_path, rounds)

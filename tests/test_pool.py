@@ -320,6 +320,19 @@ def test_a_cuda_pool_without_a_cuda_device_says_why(
             PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 2, device)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 4), "a pool needs a PageLayout, .* got int and int"),
+        ((LAYOUTS["page_major"], "4"), "and a number of pages, got PageLayout and str"),
+        ((LAYOUTS["page_major"], 4, "gpu"), "device='gpu' is no device of torch's; use 'cuda'"),
+    ],
+)
+def test_a_pool_of_something_else_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PagePool(*arguments)
+
+
 def test_a_pool_prints_its_counts_as_words_go() -> None:
     one, two = (PagePool(pm_ops.page_major(1, 1, 8, n, torch.float32), n) for n in (1, 2))
     assert repr(one) == "PagePool(page_major, 1 page of 64 B, 1 token a page, cpu)"

@@ -76,11 +76,12 @@ def test_a_plan_says_what_it_does() -> None:
     vllm = pm_ops.vllm(4, 4, 16, 64, BF16, "BLNHC")
     text = str(pm_ops.RepackPlan(page_major(), vllm, heads=(4, 0, 4)))
     assert text == (
-        "page_major (16 tokens a page) -> vllm BLNHC (64 tokens a page): 4 layers, 4 heads from 4 on as 0 on, "
-        "1024 B a token in 32 fragments of 32 B"
+        "page_major (16 tokens a page) -> vllm BLNHC (64 tokens a page): 4 layers, "
+        "source heads 4 to 7 as heads 0 to 3, 1024 B a token in 32 fragments of 32 B"
     )
     text = str(pm_ops.RepackPlan(page_major(4), page_major(3), layers={1: 0, 2: 1, 3: 2}))
     assert "3 layers 1 to 3 as 0 to 2, 1536 B a token in 6 fragments of 256 B" in text
+    assert "4 layers, source head 5 as head 0, " in str(pm_ops.RepackPlan(page_major(), vllm, heads=(5, 0, 1)))
 
     assert str(pm_ops.RepackPlan(page_major(), page_major(), kinds=["key"])).endswith(
         "4 layers, key, 1024 B a token in 4 fragments of 256 B"

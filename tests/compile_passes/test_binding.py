@@ -112,17 +112,20 @@ def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
         ({"keys": caches(9, PAGE, HEADS, DIM)}, "make the pool with num_pages=9"),
         ({"keys": caches(40, 3, DIM)}, "fits no cache form"),
         (
-            {"keys": caches(2, HEADS, 24, DIM)},
+            {name: caches(2, HEADS, 24, DIM) for name in ("keys", "values")},
             "caches of 2 x 24 tokens need 12 pages of 4 tokens, the pool has 10 free of 10; give it more pages",
         ),
-        ({"keys": caches(1, HEADS, 44, DIM)}, "caches of 1 x 44 tokens need 11 pages"),
+        ({name: caches(1, HEADS, 44, DIM) for name in ("keys", "values")}, "caches of 1 x 44 tokens need 11 pages"),
         ({"keys": caches(2, HEADS, HEADS, DIM)}, "say which with dims="),
         ({"keys": caches(40, HEADS, DIM), "dims": "BHSD"}, "is no BHSD cache"),
         ({"keys": caches(40, HEADS, DIM), "dims": "NHD"}, "dims='NHD' is unknown"),
         ({"keys": caches(40, HEADS, DIM)[:1]}, "1 key cache for a layout of 2 layers"),
         ({"keys": caches(40, HEADS, DIM, dtype=torch.float16)}, "they must agree"),
         ({"keys": [t.requires_grad_() for t in caches(40, HEADS, DIM)]}, "requires grad"),
-        ({"keys": torch.randn(3, 40, HEADS, DIM)[:2]}, "bind every cache that lies in it"),
+        (
+            {"keys": torch.randn(3, 40, HEADS, DIM)[:2], "values": caches(40, HEADS, DIM)},
+            "bind every cache that lies in it",
+        ),
         (
             {"keys": [torch.randn(40, HEADS, DIM)] * 2},
             "key cache of layer 1 is the key cache of layer 0 too; give each",
@@ -132,9 +135,17 @@ def test_interleaved_k_and_v_of_one_tensor_are_told_apart() -> None:
             "value cache of layer 0 is the key cache of layer 0",
         ),
         (dict.fromkeys(("keys", "values"), torch.randn(2, 40, HEADS, DIM)), "value cache of layer 0 is the key cache"),
-        ({"keys": overlapping()}, "bind every cache that lies in it, once"),
-        ({"keys": [caches(2, HEADS, 13, DIM)[0], caches(2, HEADS, 9, DIM)[0]]}, "one batch and length for all"),
+        ({"keys": overlapping(), "values": caches(40, HEADS, DIM)}, "bind every cache that lies in it, once"),
+        (
+            {"keys": [caches(2, HEADS, n, DIM)[0] for n in (13, 9)], "values": caches(2, HEADS, 13, DIM)},
+            "one batch and length for all",
+        ),
         ({"keys": [[1.0], [2.0]]}, "must be a plain torch.Tensor"),
+        (
+            {"keys": caches(40, HEADS, DIM)},
+            "for 2 planes of the pool, 'value' from layer 0 on: .* pass keys=, val",
+        ),
+        ({"values": caches(40, HEADS, DIM)}, "no cache is given for 2 planes of the pool, 'key' from layer 0 on: "),
         ({}, "nothing to bind"),
         ({"cache": object()}, "has no layers"),
         ({"cache": object(), "keys": caches(40, HEADS, DIM)}, "not both"),
@@ -146,6 +157,17 @@ def test_what_cannot_be_bound_is_refused_and_nothing_changes(arguments: dict[str
         bind(pool, **arguments)
     assert pool.allocator.num_free == pool.num_pages
     assert not pool.buffer.any()
+
+
+def test_keys_alone_are_bound_to_a_layout_of_keys_alone() -> None:
+    pool = PagePool(page_major(LAYERS, HEADS, DIM, PAGE, torch.float32).part("key"), 10)
+    keys = caches(40, HEADS, DIM)
+    want = [k.clone() for k in keys]
+    binding = bind(pool, keys=keys)
+    assert repr(binding) == f"Binding(2 caches in {pool!r})"
+    assert all(torch.equal(pool.view(i, "key").flatten(0, 1), k) for i, k in enumerate(want))
+    binding.release()
+    assert repr(binding).startswith("Binding(2 caches released from PagePool(")
 
 
 def test_caches_may_come_from_a_generator() -> None:

@@ -104,10 +104,8 @@ def test_a_hybrid_model_says_on_one_pool_what_it_says_on_its_own_caches(family: 
 
     old, new = run.pages(1), run.pool.allocator.alloc(len(run.pages(1)))
     with writes_only(buffer, page_bytes(run.pool.whole, new)):
-        run.pool.whole.copy(old, new)
+        assert run.binding.move(1, new) == new == run.pages(1)
     run.pool.whole.zero(old)
-    run.pool.allocator.free(old)
-    run.table[1] = torch.tensor(new)
     got = torch.cat([got, run.go_on(got[:, -1:], 4)], 1)
     assert torch.equal(got, run.want[:, :9])
 
@@ -190,9 +188,8 @@ def test_eight_layers_of_states_and_two_of_attention_on_a_gpu(family: str, mode:
     got = torch.cat([first, run.go_on(first, 11)], 1)
     old, new = run.pages(1), run.pool.allocator.alloc(len(run.pages(1)))
     with writes_only(run.pool.whole.buffer, page_bytes(run.pool.whole, new)):
-        run.pool.whole.copy(old, new)
+        run.binding.move(1, new)
     run.pool.whole.zero(old)
-    run.table[1] = torch.tensor(new)
     with writes_only(
         run.pool.whole.buffer,
         [b for row in range(BATCH) for b in run.owned(row, range(PROMPT + 11, PROMPT + 19))],
@@ -243,8 +240,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
          "beside others of 2 sequences it must be"),
         (pool, dict(keys=keys, values=values, states={"conv": [t.half() for t in states["conv"]]}), "they must agree"),
         (pool, dict(keys=rows, states=states), r"it must be \[24, 64, 4\], a state for each of the pool's 24 pages$"),
-        (pool, dict(keys=rows, states=every), r"kinds \['attention', 'state'\] would lie in the same bytes"),
-        (pool, dict(keys=[keys[0][:1].clone()], values=values), "one batch and length for all"),
+        (pool, dict(keys=rows, values=[rows[0].clone()], states=every),
+         r"kinds \['attention', 'state'\] would lie in the same bytes"),
+        (pool, dict(keys=keys, values=values), "for 2 planes of the pool, 'conv', 'ssm' from layer 0 on: .* one kind"),
+        (stateless, dict(keys=[keys[0][:1].clone()], values=values), "one batch and length for all"),
         (pm_ops.TwoEndedPool(attention, state, 1 << 16), dict(cache=fresh), "a pm_ops.HybridPool, got TwoEndedPool"),
     ]  # fmt: skip
     before = pool.whole.buffer.clone()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pm_ops.ops import _common
+
 HEADS, DIM, ROWS, LAYERS = 2, 8, 3, 3
 
 
@@ -169,6 +171,32 @@ def test_where_eager_raises_for_an_index_no_cell_is_written(paged: Any, case: st
     twins.check_pages()
 
 
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_with_checks_such_an_index_is_refused(paged: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but padding, which is the length of an axis of slots."""
+    monkeypatch.setattr(_common, "CHECKS", True)
+    form, body, outside = OUTSIDE[case]
+    seq, x = 14 if "B" in form else 18, torch.randn(1, DIM)
+
+    def run(c: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        body(c, x, at)
+        return x + 1
+
+    padding = {"behind a part of the slots": 3, "a slot behind a page": 4}.get(case, 18) if form == "SHD" else None
+    twins = twins_of(paged, Model(form, seq, run), form, seq)
+    before = twins.pool.buffer.clone()
+    with torch.no_grad():
+        for index in outside:
+            if index == padding:
+                twins.compiled(x, torch.tensor([index]))
+            else:
+                with pytest.raises(ValueError, match="slots has .*, but there are .* slots in the pool"):
+                    twins.compiled(x, torch.tensor([index]))
+            assert torch.equal(twins.pool.buffer, before)
+    twins.check(x, torch.tensor([1]))
+    twins.check_pages()
+
+
 READS: dict[str, tuple[str, Callable[..., Tensor], list[int]]] = {
     "index": ("SHD", lambda c, at: c[at], [1, 18, -18, -19, 19]),
     "index_select": ("SHD", lambda c, at: c[:16].index_select(0, at), [1, 16, -1, 15]),
@@ -191,6 +219,15 @@ def test_where_eager_raises_for_an_index_zeros_are_read(paged: Any, case: str) -
                 except (IndexError, RuntimeError):
                     expected = torch.zeros_like(row)
                 torch.testing.assert_close(row, expected, rtol=0, atol=0)
+
+
+def test_with_checks_so_is_a_read(paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_common, "CHECKS", True)
+    twins = twins_of(paged, Model("BSHD", 14, lambda c, x, at: c[:, at] + 0), "BSHD", 14)
+    twins.check(torch.randn(1, DIM), torch.tensor([13, -14]))
+    for index in (14, -15):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"slots has (\d+), but there are \1 slots"):
+            twins.compiled(torch.randn(1, DIM), torch.tensor([0, index]))
 
 
 FILLS: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -151,7 +151,7 @@ def test_a_part_of_a_state_is_refused() -> None:
         ),
         (lambda s: {**s, "conv": [t[:4].clone() for t in s["conv"]]}, "one batch and length for all"),
         (
-            lambda s: {"sum": [torch.zeros(9, 7) for _ in s["sum"]]},
+            lambda s: {kind: [torch.zeros(9, *t.shape[1:], dtype=t.dtype) for t in own] for kind, own in s.items()},
             "states of 9 sequences need 9 pages, the pool has 6",
         ),
         (lambda s: {"conv": [t.float() for t in s["conv"]]}, "its plane torch.float16 on cpu; they must agree"),
@@ -160,6 +160,7 @@ def test_a_part_of_a_state_is_refused() -> None:
             "the others must be contiguous",
         ),
         (lambda s: {"conv": [s["conv"][0]] * 2}, "is the conv cache of layer 0 too"),
+        (lambda s: {"conv": s["conv"]}, "for 4 planes of the pool, 'ssm', 'sum' from layer 0 on: "),
     ],
 )
 def test_states_that_do_not_fit_are_refused_and_nothing_is_changed(change: Any, message: str) -> None:
@@ -185,12 +186,13 @@ def test_pages_that_hold_keys_and_states_hold_a_sequences_states_in_a_page_of_th
     state = Plane(0, "conv", rows.page_bytes, None, 12, (6, 3), torch.float32)
     layout = pm_ops.PageLayout(4, rows.page_bytes + 72, (*rows.planes, state), "both")
     pool = pm_ops.PagePool(layout, 9)
-    keys, states = [torch.randn(2, 2, 12, 8)], {"conv": [torch.randn(PAGES, 6, 3)]}
+    caches = {name: [torch.randn(2, 2, 12, 8)] for name in ("keys", "values")}
+    states = {"conv": [torch.randn(PAGES, 6, 3)]}
     with pytest.raises(ValueError, match=r"shape \[6, 6, 3\]; beside others of 2 sequences it must be \[2, 6, 3\]"):
-        bind(pool, keys=keys, states=states)
+        bind(pool, **caches, states=states)
     assert pool.allocator.num_free == 9 and not pool.buffer.any()
     states = {"conv": [torch.randn(2, 6, 3)]}
     want = states["conv"][0].clone()
-    binding = bind(pool, keys=keys, states=states)
+    binding = bind(pool, **caches, states=states)
     assert binding.page_table is not None and binding.page_table.shape == (2, 4) and pool.allocator.num_free == 1
     assert torch.equal(pool.view(0, "conv")[binding.page_table[:, 3].long()], want)

@@ -180,6 +180,17 @@ def test_sixteen_lines_of_kv_cache_run_on_pages() -> None:
     assert "6 caches equal" in out and "hold 0 bytes" in out
 
 
+def test_pages_on_disk_leave_nothing_where_nobody_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load_example("pages_to_disk", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pages_to_disk.py"])
+    example.main()
+    assert "103 tokens: 0 of 6 pages" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_pages_on_disk_outlive_the_process(tmp_path: Path) -> None:
     first, second = (run("pages_to_disk.py", "--folder", str(tmp_path / "pages")) for _ in range(2))
     assert [line.split(" pages")[0] for line in first.splitlines()[:2]] == ["103 tokens: 0 of 6", "104 tokens: 6 of 6"]
@@ -194,7 +205,7 @@ def test_pages_cross_from_one_engine_to_another() -> None:
         "page_major (16 tokens a page) -> vllm BLNHC (64 tokens a page): 4 layers, 4096 B a token in 64 fragments"
         in out
     )
-    assert "4 heads from 4 on as 0 on, 2048 B a token in 32 fragments of 64 B" in out
+    assert "source heads 4 to 7 as heads 0 to 3, 2048 B a token in 32 fragments of 64 B" in out
     assert "150 tokens: 10 pages of 16 became 3 of 64, bit for bit" in out
 
 
