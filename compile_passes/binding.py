@@ -328,9 +328,9 @@ def _check_complete(pools: Sequence[PagePool], planes: Sequence[CachePlane]) -> 
     if left:
         kinds = ", ".join(sorted({repr(kind) for _, kind in left}))
         raise ValueError(
-            f"no cache is given for {counted(len(left), 'plane')} of the pool, {kinds} from layer {left[0][0]} on: what "
-            "the model keeps there would stay outside of the pages; pass keys=, values= and states= of every plane, or "
-            "bind to a pool without these: of a layout such as layout.part('key'), or one kind of a HybridPool"
+            f"no cache is given for {counted(len(left), 'plane')} of the pool, {kinds} from layer {left[0][0]} on: "
+            "what the model keeps there would stay outside of the pages; pass keys=, values= and states= of every "
+            "plane, or bind to a pool without these: of a layout such as layout.part('key'), or one of a HybridPool's"
         )
 
 

@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
         (pool, dict(keys=rows, states=states), r"it must be \[24, 64, 4\], a state for each of the pool's 24 pages$"),
         (pool, dict(keys=rows, values=[rows[0].clone()], states=every),
          r"kinds \['attention', 'state'\] would lie in the same bytes"),
-        (pool, dict(keys=keys, values=values), "for 2 planes of the pool, 'conv', 'ssm' from layer 0 on: .* one kind"),
+        (pool, dict(keys=keys, values=values), "2 planes of the pool, 'conv', 'ssm' from layer 0 on: .*a HybridPool"),
         (stateless, dict(keys=[keys[0][:1].clone()], values=values), "one batch and length for all"),
         (pm_ops.TwoEndedPool(attention, state, 1 << 16), dict(cache=fresh), "a pm_ops.HybridPool, got TwoEndedPool"),
     ]  # fmt: skip
