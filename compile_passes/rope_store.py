@@ -6,9 +6,10 @@
     query = query * cos + rotate_half(query) * sin    ->        buffer, query, key, value, None, cos_sin, slots, ...)
     store_kv(buffer, key, value, slots, ...)
 
-The table ``cos_sin`` is made of the graph's own cosines and sines of this step: a row a token, so that it needs no
-positions, once for all layers that share it. That costs one launch a step, in place of the graph's own, whatever way
-the model has to come by cosines. A rotation that the pass does not find stays as it is, and the reason is reported.
+The table ``cos_sin`` is made of the graph's own cosines and sines of this step: one row for each token, so that it
+needs no positions, once for all layers that share it. That costs one launch a step, in place of the graph's own,
+whatever way the model has to come by cosines. A rotation that the pass does not find stays as it is, and the reason is
+reported.
 """
 
 from __future__ import annotations
