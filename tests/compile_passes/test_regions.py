@@ -183,7 +183,8 @@ def test_with_checks_such_an_index_is_refused(paged: Any, case: str, monkeypatch
         body(c, x, at)
         return x + 1
 
-    padding = {"behind a part of the slots": 3, "a slot behind a page": 4}.get(case, 18) if form == "SHD" else None
+    lengths = {"behind a part of the slots": 3, "behind a view of one slot": 2, "a slot behind a page": 4}
+    padding = lengths.get(case, 18) if form == "SHD" else None
     twins = twins_of(paged, Model(form, seq, run), form, seq)
     before = twins.pool.buffer.clone()
     with torch.no_grad():
