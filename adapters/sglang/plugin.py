@@ -64,6 +64,13 @@ def _install() -> None:
     }
     for target in hooks.targets():
         HookRegistry.register(target, its.get(target.rpartition(".")[2], _build), HookType.AROUND)
+    apply = HookRegistry.apply_hooks
+
+    def apply_hooks() -> None:
+        apply()
+        _check_hooks()  # none of ours would look for the others where none is in place
+
+    HookRegistry.apply_hooks = staticmethod(apply_hooks)
 
 
 def _check_hooks() -> None:

@@ -135,7 +135,7 @@ OUTSIDE: dict[str, tuple[str, Callable[..., Any], list[int]]] = {
     "behind the last row": ("BSHD", lambda c, x, at: set_to(c, (at, 5), x), [3, -4]),
     "behind a flat view": ("BSHD", lambda c, x, at: set_to(c.view(-1, HEADS, DIM), at, x), [3 * 14, -3 * 14 - 1]),
     "behind a part of the slots": ("SHD", lambda c, x, at: set_to(c[2:5], at, x), [7, 3, -4]),
-    "behind a view of one slot": ("SHD", lambda c, x, at: set_to(c[11:12], at - 1, x), [2, -1, 6]),
+    "behind a view of one slot": ("SHD", lambda c, x, at: set_to(c[11:12], at - 1, x), [3, -1, 6]),
     "behind the last slot": ("SHD", lambda c, x, at: set_to(c, at, x), [18, 19, 1 << 40]),
     "a slot behind a page": ("SHD", lambda c, x, at: set_to(c[:16].view(4, 4, HEADS, DIM), (at - at, at), x), [4, -5]),
     "counted back by index_copy": ("SHD", lambda c, x, at: c.index_copy_(0, at, x.expand(len(at), HEADS, DIM)), [-1]),

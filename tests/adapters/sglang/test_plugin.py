@@ -388,6 +388,20 @@ def test_a_hook_that_sglang_could_not_apply_stops_the_engine(
         build()
 
 
+def test_an_engine_that_applies_none_of_the_hooks_is_stopped_when_it_loads_plugins(
+    publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish()
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+
+    def moved(target: str, hooks: Any) -> None:
+        raise AttributeError(target)
+
+    monkeypatch.setattr(HookRegistry, "_apply_target", moved)
+    with pytest.raises(RuntimeError, match=f"SGLang could not hook {', '.join(hooks.targets())}; its log says why"):
+        HookRegistry.apply_hooks()
+
+
 def test_a_pool_that_is_not_ours_stops_the_engine(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as where a hook did not take effect: SGLang logs that, and goes on."""
     publish()
