@@ -196,7 +196,8 @@ class PageMajorAttnBackend(AttentionBackend):
             "max_seq_len": step.max_seq_len,
             "impl": self.impl,
         }
-        pages, tree = pools_of(self.pool)[in_window].page_pool, step.tree
+        # A number: torch 2.11's Dynamo takes no bool for an index, and would end the graph in front of the store.
+        pages, tree = pools_of(self.pool)[int(in_window)].page_pool, step.tree
         if tree is not None:
             few = tree.page_table_window if in_window else tree.page_table
             assert few is not None

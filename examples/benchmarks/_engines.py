@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 
 
 def model_folder(name: str, **sizes: Any) -> str:
-    """A folder with the configuration of a Llama of these sizes, and nothing else."""
+    """A folder with the configuration of a Llama of these sizes, or of what else they say, and nothing else."""
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **sizes,
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -33,6 +32,7 @@ def model_folder(name: str, **sizes: Any) -> str:
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **sizes,
     }
     file = folder / f"config.{os.getpid()}"
     file.write_text(json.dumps(config))

@@ -30,7 +30,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -78,6 +78,7 @@ MODELS: dict[str, Callable[[int, argparse.Namespace], dict[str, Any]]] = {
         "query_pre_attn_scalar": options.head_dim,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
     },
     "deepseek": lambda heads, options: {
@@ -196,7 +197,8 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         "page_size": PAGE,
         "context_length": max(shape.length + shape.new_tokens for shape in shapes) + 16,
         "max_total_tokens": slots,
-        "max_running_requests": most,
+        # One more, or SGLang thinks itself full while the last but one has half of its prompt.
+        "max_running_requests": most + 1,
         "mem_fraction_static": options.memory,
         "disable_radix_cache": True,
         "cuda_graph_bs_decode": [batch for batch in GRAPHS if batch < most] + [most],
@@ -224,20 +226,36 @@ def generate(engine: Any, shape: Workload, prefix: int) -> dict[str, Any]:
         found = {"tokens": [answer["output_ids"] for answer in answers], "seconds": seconds}
         accepted = [answer["meta_info"].get("spec_accept_length") for answer in answers]
         return found | ({"accepted": statistics.mean(accepted)} if accepted[0] else {})
+    seen = []  # tokens of the sequence that has fewest, of the one that has most, and when
     has = [0] * shape.count
-    reached: dict[int, float] = {}  # when every sequence had so many tokens
     for part in engine.generate(input_ids=prompts, sampling_params=greedy, stream=True):
         has[part["index"]] = part["meta_info"]["completion_tokens"]
-        reached.setdefault(min(has), time.perf_counter())
-    seconds = time.perf_counter() - begin
-    # The first steps may wait for prefills, the last for nothing.
-    marks = [(n, when) for n, when in reached.items() if shape.new_tokens // 4 <= n <= shape.new_tokens - 2]
-    (few, early), (many, late) = marks[0], marks[-1]
-    return {
-        "seconds": seconds,
-        "step": (late - early) / (many - few),
-        "first": reached[min(set(reached) - {0})] - begin,
-    }
+        seen.append((min(has), max(has), time.perf_counter()))
+    first = next(when for fewest, _, when in seen if fewest)
+    return {"seconds": time.perf_counter() - begin, "step": step_of(seen, shape.new_tokens), "first": first - begin}
+
+
+def step_of(seen: Sequence[tuple[int, int, float]], new_tokens: int) -> float:
+    """Seconds of a step in which all sequences decode.
+
+    Args:
+        seen: in time's order, the tokens of the sequence that has fewest and of the one that has most, and when.
+        new_tokens: of each sequence. The first quarter is left out: those steps may wait for prefills.
+
+    Raises:
+        RuntimeError: hardly ever do all of them decode at once, as where the engine does not take them all.
+    """
+    reached: dict[int, float] = {}  # when every sequence had so many tokens, and none all of its own
+    for fewest, most, when in seen:
+        if new_tokens // 4 <= fewest and most < new_tokens:
+            reached.setdefault(fewest, when)
+    if len(reached) < max(2, new_tokens // 4):
+        raise RuntimeError(
+            f"all sequences decode in {len(reached)} steps of {new_tokens} alone: does the engine take all of them at "
+            "once? Its log says #running-req"
+        )
+    (few, early), *_, (many, late) = reached.items()
+    return (late - early) / (many - few)
 
 
 def serve(name: str, options: argparse.Namespace, connection: Connection) -> None:

@@ -1,7 +1,9 @@
 """What the benchmark of SGLang does around the engines; these are played."""
 
 import argparse
+import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,23 @@ def test_a_step_is_measured_while_all_sequences_decode(monkeypatch: pytest.Monke
 
     found = bench.generate(Streaming(), shape, 0)
     assert found["step"] == 1.0 and found["first"] == 2.0
+
+
+def test_steps_in_which_some_have_ended_are_none_in_which_all_decode() -> None:
+    """The last of 48 is taken when the others have all of their tokens, and decodes alone."""
+    alone = [(0, n, float(n)) for n in range(1, 66)] + [(n, 65, 65.0 + n) for n in range(1, 66)]
+    with pytest.raises(RuntimeError, match=r"all sequences decode in 0 steps of 65 alone: .* #running-req"):
+        bench.step_of(alone, 65)
+    together = [(n, n, 30.0 * n) for n in range(1, 66)]
+    assert bench.step_of(together, 65) == 30.0
+
+
+def test_a_model_says_more_than_a_llama_of_its_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given = bench.MODELS["gemma"](4, argparse.Namespace(head_dim=16))
+    config = json.loads((Path(bench.model_folder("gemma", hidden_size=64, **given)) / "config.json").read_text())
+    assert config["hidden_act"] == config["hidden_activation"] == "gelu_pytorch_tanh"
+    assert config["model_type"] == "gemma2" and config["hidden_size"] == 64 and config["vocab_size"] == 128256
 
 
 def test_features_become_arguments_of_sglang() -> None:

@@ -96,6 +96,28 @@ def step_of(windowed: bool) -> tuple[Runner, Any, Tensor, Tensor]:
     return runner, forward, torch.randn(len(positions), HIDDEN), positions
 
 
+class Strict(list[Any]):
+    """A list as torch 2.11's Dynamo traces it: an index that is a bool ends the graph, between rotation and store."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, bool):
+            raise TypeError("indices must be integers or slices, not <class 'bool'>")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_step_has_nothing_that_an_older_compiler_cannot_trace(windowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, forward, hidden, positions = step_of(windowed)
+    backend, model = PageMajorAttnBackend(runner), Model(window=8 if windowed else 0)
+    backend.init_forward_metadata(forward)
+    found = backend_module.pools_of
+    monkeypatch.setattr(backend_module, "pools_of", lambda pool: Strict(found(pool)))
+    with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
+        for block in model.layers:
+            block.rotary_emb._forward_method = block.rotary_emb.forward_native
+        assert model(hidden, positions, forward).isfinite().all()
+
+
 @pytest.mark.parametrize(("fuse", "windowed"), [(False, False), (True, False), (True, True)])
 def test_a_step_is_compiled_whole_and_in_place(fuse: bool, windowed: bool) -> None:
     """No graph breaks, no copy of the cache, eager's results; fused, a layer's rotation and store are one operator."""
