@@ -106,7 +106,9 @@ class Strict(list[Any]):
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_a_step_has_nothing_that_an_older_compiler_cannot_trace(windowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_nothing_that_an_older_compiler_cannot_trace(
+    windowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, forward, hidden, positions = step_of(windowed)
     backend, model = PageMajorAttnBackend(runner), Model(window=8 if windowed else 0)
     backend.init_forward_metadata(forward)
