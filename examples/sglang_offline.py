@@ -5,7 +5,7 @@
 
 Needs a GPU. Generates with a stock engine and triton first, then with pm_ops, each in processes of its own, and
 compares the texts. With --attention triton both run the same kernels, and other texts are a fault: exit status 1.
-Other kernels round otherwise, and texts may part. It has not run on a GPU yet; these engines have, by
+Other kernels round otherwise, and texts may part. This script has not run on a GPU; these engines have, by
 benchmarks/sglang_throughput.py.
 """
 

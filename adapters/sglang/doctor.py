@@ -38,12 +38,11 @@ def examine() -> dict[str, Any]:
         f"hooks: all {len(hooks.NEEDED)} present; the pool's class by {', '.join(hooks.pool_hooks())}",
         f"layouts: token_major, read by {', '.join(STRIDED)}; page_major, by {BACKEND}",
         "caches: the model's dtype, bfloat16, fp8_e4m3, fp8_e5m2",
-        f"latent attention (MLA): token_major, read by {', '.join(STRIDED_LATENTS)}; page_major, by {BACKEND}, which "
-        "has not run on a GPU over latents yet",
+        f"latent attention (MLA): token_major, read by {', '.join(STRIDED_LATENTS)}; page_major, by {BACKEND}",
         "refused: indexers (DSA), FP4 and MXFP8 caches, hierarchical cache, LMCache, FlexKV, disaggregation",
         f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; drafts of EAGLE, EAGLE3, STANDALONE and "
-        f"NGRAM, chains and trees; not for {UNSERVED}, which SGLang gives to backends of its own lists; drafts "
-        "have not run on a GPU yet",
+        f"NGRAM, chains and trees; not for {UNSERVED}, which SGLang gives to backends of its own lists; "
+        "drafts of NGRAM have run on a GPU, the others not yet",
     ]
     return {"found": found, "usable": True, "notes": notes}
 

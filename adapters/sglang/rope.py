@@ -3,7 +3,8 @@
 Under ``--enable-torch-compile`` SGLang has decode steps compiled by Inductor, whole models with rotary embeddings in
 plain torch, and our pool's store is an operator in that graph. So :class:`pm_ops.compile_passes.RopeStorePass` finds
 both there. In SGLang's piecewise graphs of prompts the store stays inside of an operator for all of the attention; what
-is not compiled is not fused. It has never run in SGLang on CUDA.
+is not compiled is not fused. On an H200 SGLang 0.5.17 has captured such graphs, all layers fused; what they give has
+not been compared there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def add_pass(settings: Settings, pools: list[Any], compiled: bool) -> None:
     FuseRope.require_uuid(before, "torch._inductor.config.post_grad_custom_pre_pass")
     found = [pool.page_pool for pool in pools if pool.page_pool is not None]
     if found[0].device.type == "cuda":
-        logger.warning("pm_ops: fuse_rope is tested on the CPU, and has never run in SGLang on CUDA")
+        logger.warning(
+            "pm_ops: fuse_rope is tested on the CPU; on CUDA SGLang captured its graphs, whose tokens were not compared"
+        )
     known = {"settings": asdict(settings), "pools": [str(pool) for pool in found]}
     strict = settings.fuse_rope == "strict"
     inductor.post_grad_custom_pre_pass = FuseRope(json.dumps(known, sort_keys=True), strict, before, __name__)

