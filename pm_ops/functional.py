@@ -271,6 +271,8 @@ def attention_call(*args: Any, **kwargs: Any) -> Attention:
 
     Same arguments, without ``out``, and same errors.
     """
+    if kwargs.get("out") is not None:
+        raise ValueError("nothing is computed here, so there is nothing to write; call this without out")
     with _Recorder() as recorder:
         attention(*args, **kwargs)
     recorder.call.check()

@@ -172,10 +172,10 @@ def memory_check(schema: torch.FunctionSchema) -> Callable[[Any], None]:
             return
         target = getattr(arguments, written)
         first = target.data_ptr()
-        end, storage = first + target.nbytes, first - target.storage_offset() * target.itemsize
+        end = first + target.nbytes
         for name in read:
             tensor = getattr(arguments, name)
-            if tensor is not None and storage <= (at := tensor.data_ptr()) < end and at + span(tensor) > first:
+            if tensor is not None and (at := tensor.data_ptr()) < end and at + span(tensor) > first:
                 raise ValueError(
                     f"{name} and {written} share memory, so that bytes could be written before they are read; pass "
                     f"{name}.clone()"

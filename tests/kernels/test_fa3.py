@@ -387,6 +387,8 @@ def test_a_user_can_ask_what_auto_takes() -> None:
     pool = pm_ops.PagePool(pm_ops.page_major(2, 2, 8, 4, torch.float32), 5)
     rows = (torch.zeros(1, 4, 8), torch.tensor([[2, 4]]), torch.tensor([6]))
     assert pm_ops.attention_impl(pool, 1, *rows, window=3) == "reference: the tensors are on the CPU"
+    with pytest.raises(ValueError, match="nothing is computed here"):
+        pm_ops.attention_impl(pool, 1, *rows, out=torch.empty(0))
     with pytest.raises(ValueError, match="window=-1"):
         pm_ops.attention_impl(pool, 1, *rows, window=-1)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -75,6 +76,16 @@ def test_a_buffer_begins_at_a_multiple_of_16_bytes(name: str) -> None:
             with writes_only(memory, []), pytest.raises(ValueError, match=f"^{buffer} begins {at} bytes behind"):
                 call(name, moved)
         call(name, {**values, buffer: placed(memory, 16, values[buffer])})
+
+
+def test_memory_is_shared_whatever_storage_it_is_seen_by() -> None:
+    array = numpy.zeros(4096, dtype=numpy.uint8)
+    skip = -array.ctypes.data % 16
+    whole, behind = (torch.from_numpy(array[skip + at : skip + at + 2048]) for at in (0, 64))
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 8, buffer=behind)
+    rows = whole[:256].view(1, -1)
+    with writes_only(behind, []), pytest.raises(ValueError, match="^rows and buffer share memory"):
+        pool.scatter([3], rows)
 
 
 def test_rows_of_the_pool_itself_are_refused_with_the_remedy() -> None:
