@@ -61,7 +61,7 @@ def examine() -> dict[str, Any]:
     if (generation, device) in hooks.NEVER_RUN:
         notes.append("never run: the adapter is written after vLLM's sources here")
     if packed:
-        notes.append("not trusted here: Mamba layers (gated delta nets are); never run: loads of PageStoreConnector")
+        notes.append("refused here: Mamba layers (gated delta nets are not); never run: loads of PageStoreConnector")
     return {"found": found, "usable": True, "notes": notes}
 
 

@@ -42,11 +42,13 @@ HOST_CONNECTOR = {
 
 FUSE_ROPE = {
     "context of a layer": "vllm.model_executor.layers.attention.attention:get_attention_context",
+    "kernels of vLLM": "vllm._custom_ops:rotary_embedding",
+    "norms of vLLM": "vllm.ir.ops:rms_norm",
     "operator of cache writes": "torch:ops.vllm.unified_kv_cache_update",
     "operator of norms": "torch:ops.vllm_ir.rms_norm",
     "operator of rotary embeddings": "torch:ops._C.rotary_embedding",
 }
-"""What :mod:`pm_ops.adapters.vllm.rope` needs; the first one's module defines operators."""
+"""What :mod:`pm_ops.adapters.vllm.rope` needs; the modules of the first three define the operators."""
 
 GENERATIONS = {
     LAYOUTS: {
