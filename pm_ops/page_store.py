@@ -34,7 +34,8 @@ class _Entry(NamedTuple):
 class PageStore:
     """Groups of pages by key: one file of :func:`save_pages` each, at most ``max_bytes`` in all.
 
-    An entry is ``<key>.pages.safetensors``. Other files of the folder neither count nor are touched.
+    An entry is ``<key>.pages.safetensors``. Other files of the folder neither count nor are touched: nor are entries of
+    versions that wrote ``<key>.safetensors``, which are to be deleted by hand.
 
     The least recently used entries make room for new ones. Several processes may share a folder. A reader keeps what
     it has opened, also while another process evicts it. A process that dies leaves no entry that is not whole; the
@@ -67,8 +68,10 @@ class PageStore:
 
         Raises:
             ValueError: the entry that is there is of another layout, model or number of pages, or has no readable
-                header, or is cut (``discard`` removes it); or these pages alone are more than ``max_bytes``.
+                header, or is cut (``discard`` removes it); these pages alone are more than ``max_bytes``; or ``used``
+                is no such time.
         """
+        _require_time(used)
         path, ids = self._path(key), checked_pages(pool, pages)
         if self._present(path, pool, len(ids), used):
             return False
@@ -95,6 +98,7 @@ class PageStore:
         ``pages`` and errors as in :func:`load_pages`, ``used`` as in :meth:`put`; an entry that is refused stays until
         :meth:`discard`.
         """
+        _require_time(used)
         try:
             file = open(self._path(key), "rb")  # noqa: SIM115
         except FileNotFoundError:
@@ -106,6 +110,7 @@ class PageStore:
 
     def touch(self, key: str, *, used: int | None = None) -> bool:
         """Count an entry as used, now or as in :meth:`put`, without reading it; whether there is one."""
+        _require_time(used)
         try:
             _touch(self._path(key), used)
         except FileNotFoundError:
@@ -213,6 +218,11 @@ class PageStore:
 
 def _write_total(lock: int, total: int) -> None:
     os.pwrite(lock, total.to_bytes(8, "little"), 0)
+
+
+def _require_time(used: int | None) -> None:
+    if used is not None and not (hasattr(used, "__index__") and 0 <= used < 1 << 63):
+        raise ValueError(f"used={used!r}: give nanoseconds as of time.time_ns(), a whole number from 0 on below 2**63")
 
 
 def _touch(file: int | Path, used: int | None) -> None:

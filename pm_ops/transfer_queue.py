@@ -303,7 +303,7 @@ class TransferQueue:
         self._move(transfer, step)
         mark = self.stream.record_event() if self.stream is not None else None
         self._turn += step.nbytes
-        if mark is not None and self.streams and self._turn >= TURN:
+        if mark is not None and self._turn >= TURN:
             following = self.streams[self.stream is self.streams[0]]
             following.wait_event(mark)
             self.stream, self._turn = following, 0

@@ -25,9 +25,12 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a ``delayed`` pool issues: ("copy", stream) and ("wait", the stream waited for). A step is a page."""
+@pytest.fixture(params=[1, 1 << 20], ids=["turns of a page", "one turn"])
+def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a ``delayed`` pool issues: ("copy", "out" or "in") and ("wait", what is waited for, of another direction).
+
+    A step is a page, and a turn of a stream as many as the parameter says.
+    """
     from delayed import PAGE
 
     from pm_ops import transfer_plan, transfer_queue
@@ -37,10 +40,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def later(*args: Any) -> None:
         *what, stream = args
-        found.append(("copy", stream))
+        found.append(("copy", stream.name))
         stream.work.append(lambda: copy_runs(*what, None))
 
     monkeypatch.setattr(transfer_queue, "copy_runs", later)
+    monkeypatch.setattr(transfer_queue, "TURN", request.param * PAGE)
     monkeypatch.setattr(transfer_plan, "STEP_LEAST", PAGE)
     monkeypatch.setattr(transfer_plan, "STEP_MOST", PAGE)
     return found

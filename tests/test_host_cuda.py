@@ -319,7 +319,7 @@ def test_copies_of_others_come_between_two_steps():
     with torch.cuda.stream(side):
         there.copy_(tokens, non_blocking=True)
     side.synchronize()
-    assert not saved.done() and there.tolist() == list(range(32))
+    assert not saved.done() and saved.bytes_arrived < saved.nbytes / 3 and there.tolist() == list(range(32))
     saved.synchronize()
 
 

@@ -100,6 +100,25 @@ def test_entries_may_count_as_used_at_another_time(tmp_path: Path) -> None:
     assert store.touch("block0") and store.keys()[-1] == "block0"
 
 
+@pytest.mark.parametrize("used", [-1, 1 << 63, 1.5, float("nan"), "1"])
+def test_a_time_that_is_none_is_refused_before_anything_is_done(used: Any, tmp_path: Path) -> None:
+    pool = packed_pool(LAYOUT, 6)
+    store = PageStore(tmp_path, 2 * ENTRY, model=MODEL)
+    store.put("a", pool, [0, 1], used=3)
+    store.put("b", pool, [0, 1], used=(1 << 63) - 1)
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
+    with writes_only(pool.buffer, []):
+        for call in (
+            lambda: store.put("a", pool, [0, 1], used=used), lambda: store.put("c", pool, [0, 1], used=used),
+            lambda: store.get("a", pool, used=used), lambda: store.get("c", pool, used=used),
+            lambda: store.touch("a", used=used), lambda: store.touch("c", used=used),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=r"used=.*time\.time_ns"):
+                call()
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
+    assert store.keys() == ["a", "b"] and pool.allocator.num_free == 6
+
+
 def test_a_folder_is_listed_only_when_it_seems_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full store of 64 entries makes room for four at once. What was discarded is noticed before more is evicted."""
     pool = packed_pool(LAYOUT, 6)

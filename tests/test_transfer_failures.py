@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from delayed import PAGE, Mark, broken_copies, delayed
+from delayed import PAGE, Mark, arrive, broken_copies, delayed, has_arrived
 
 from pm_ops.testing import writes_only
 
@@ -77,7 +77,7 @@ def test_nothing_moves_after_a_call_that_failed(issued: bool, log) -> None:
     told = []
     with broken_copies(kept=1, issued=issued), pytest.raises(RuntimeError, match="device"):
         host.offload([0, 1, 2], progress=told.append)
-    assert len(host._out.stream.work) == host._out.stream.done and host.pool.allocator.num_free == 3
+    assert has_arrived(host._out) and host.pool.allocator.num_free == 3
     saved = host.offload([5, 6, 7])
     saved.synchronize()
     assert told == []
@@ -85,7 +85,7 @@ def test_nothing_moves_after_a_call_that_failed(issued: bool, log) -> None:
     with broken_copies(kept=1, issued=issued), pytest.raises(RuntimeError, match="device"):
         host.restore(saved.pages, [0, 1, 2])
     with writes_only(pool.buffer, []):
-        host._in.stream.synchronize()
+        arrive(host._in)
     host.restore(saved.pages, [0, 1, 2]).synchronize()
     assert torch.equal(pool.gather([0, 1, 2]), before)
 
@@ -103,7 +103,7 @@ def test_an_interrupted_issue_is_over_when_it_is_raised(log, monkeypatch) -> Non
         broken.setattr(host._out.stream, "synchronize", lambda s=host._out.stream: Mark(s, len(s.work)).synchronize())
         with pytest.raises(KeyboardInterrupt):
             saved.wait()
-    assert len(host._out.stream.work) == host._out.stream.done
+    assert has_arrived(host._out)
     with pytest.raises(RuntimeError, match="failed with 1 of 2"):
         saved.done()
 

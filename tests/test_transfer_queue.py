@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from delayed import LAYOUT, PAGE, Stream, delayed, on_a_gpu
+from delayed import LAYOUT, PAGE, delayed, on_a_gpu
 from pages import LAYOUTS, packed_pool
 
 from pm_ops import PagePool, transfer_plan, transfer_queue
@@ -54,8 +54,7 @@ def test_a_restore_has_the_offload_that_it_reads_issued_and_waits_for_it(log) ->
     before = pool.gather([0, 1, 2])
     saved = host.offload([0, 1, 2])
     back = host.restore(saved.pages[2:], [5])
-    out, into = host._out.stream, host._in.stream
-    assert log == [("copy", out)] * 3 + [("wait", out), ("copy", into)]
+    assert log == [("copy", "out")] * 3 + [("wait", "out"), ("copy", "in")]
     back.synchronize()
     assert torch.equal(pool.gather([5]), before[2:]) and saved.done()
 
@@ -68,7 +67,7 @@ def test_a_restore_waits_for_the_offload_of_the_page_that_it_overwrites(log) -> 
     before = pool.gather([0])
     saved = host.offload([0])
     back = host.restore(kept.pages, [0])
-    assert log == [("copy", host._out.stream), ("wait", host._out.stream), ("copy", host._in.stream)]
+    assert log == [("copy", "out"), ("wait", "out"), ("copy", "in")]
     back.synchronize()
     assert torch.equal(host.pool.gather(saved.pages), before) and torch.equal(pool.gather([0]), pool.gather([6]))
 
@@ -90,20 +89,22 @@ def test_transfers_of_other_pages_do_not_wait_for_one_another(log) -> None:
     log.clear()
     host.offload([0, 1])
     host.restore(kept.pages, [5])
-    assert log == [("copy", host._out.stream)] * 2 + [("copy", host._in.stream)]
+    assert log == [("copy", "out")] * 2 + [("copy", "in")]
 
 
-def test_two_streams_take_turns_each_behind_the_other(log, monkeypatch) -> None:
+@pytest.mark.parametrize("log", [2], indirect=True)
+def test_two_streams_take_turns_each_behind_the_other(log) -> None:
     """So that copies of others, on streams of theirs, come between two turns."""
-    monkeypatch.setattr(transfer_queue, "TURN", 2 * PAGE)
     pool, host = delayed(log)
-    first, second = host._out.streams = [host._out.stream, Stream(log)]
+    first, second = host._out.streams
     saved = host.offload([0, 1, 2])
-    assert log == [("copy", first), ("copy", first), ("wait", first), ("copy", second)]
+    assert log == [("copy", "out")] * 3 and (len(first.work), len(second.work)) == (2, 2)  # and a wait
     other = host.offload([3, 4])
-    assert log[4:] == [("copy", second), ("wait", second), ("copy", first)]
+    assert log == [("copy", "out")] * 5 and (len(first.work), len(second.work)) == (4, 3)
+    second.synchronize()
+    assert first.done == 2 and saved.done() and not other.done()
     other.synchronize()
-    assert saved.done() and torch.equal(host.pool.gather(saved.pages + other.pages), pool.gather(range(5)))
+    assert first.done == 4 and torch.equal(host.pool.gather(saved.pages + other.pages), pool.gather(range(5)))
 
 
 def test_a_transfer_comes_after_what_is_queued(log, monkeypatch) -> None:

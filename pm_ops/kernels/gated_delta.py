@@ -213,14 +213,17 @@ def _update_launch(
 def columns(key_dim: int) -> int:
     """Columns of a block for all keys: two or more a lane of a warp, so that all lanes get the same sum of a row.
 
-    Of a single product a lane adds its own, exact, to the rounded one of another lane (by `fma`): the last bits differ,
-    and which lane's are stored is not defined.
+    Of a single product the compiler's contraction of product and sum into an `fma` has each lane add its own, exact, to
+    the rounded one of another lane: the lanes' sums differ in the last bit, and whose is stored is not defined.
     """
     return max(next_power_of_2(key_dim), 64)
 
 
 def update_blocks(key_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows of a state a program, and its warps: 4 KiB and one, the fastest on an H200 for fp32 and for bf16 states."""
+    """Rows of a state a program, and its warps: 4 KiB and one, the fastest on an H200 for fp32 and for bf16 states.
+
+    Keys of 32 or fewer, whose blocks have twice the columns or more (:func:`columns`), were not measured.
+    """
     rows = max(4096 // (next_power_of_2(key_dim) * dtype.itemsize), 1)
     return {"VALUE_BLOCK": min(rows, next_power_of_2(value_dim)), "num_warps": 1}
 

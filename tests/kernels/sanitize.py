@@ -26,6 +26,9 @@ access, with one barrier or another left out too; and that the threads meet, `te
 The reports are known by their kernel and lines: of the first kind the kernel's own, for what has no line of its own,
 and that of the call; of the second a store and the load of the same. In partition 0, which becomes part of the kernel,
 a consumer's lines are told with the kernel's file.
+
+Nothing here, nor in the interpreter, checks proxy fences: that a `fence_async_shared` stands between what threads store
+to shared memory and the tensor cores or copy engines that read it. Where one is missing only a wrong result can show.
 """
 
 from __future__ import annotations

@@ -15,6 +15,12 @@ import pytest
 from kernels.cases import KERNELS
 
 ROOT = Path(__file__).parents[2]
+SUMS_DIFFER = {"_selective_scan_prefill"}
+"""Kernels of which :func:`sums_are_alike` is not true: of ``end``, the decay of a chunk of 32 rows, one a lane.
+
+It is not stored itself: a lane takes its own ``end`` for its row's factor and for its part of the state. Other lanes
+have no copies of these; other warps do, of the same lane, to the last bit.
+"""
 
 
 def python(task: str) -> set[str]:
@@ -62,7 +68,7 @@ def instead_of_launching(compile_kernels: bool) -> set[str]:
             source = GluonASTSource if self.is_gluon() else ASTSource
             made = triton.compile(source(self, signature, constants, attributes), target=target, options=options)
             check_arrivals(made.asm["ptx"])
-            assert not self.__name__.startswith("_gated_delta") or sums_are_alike(made.asm["ptx"]), self.__name__
+            assert self.__name__ in SUMS_DIFFER or sums_are_alike(made.asm["ptx"]), self.__name__
             # Triton 3.6's products of whole warp groups read outside of shared memory in a loop that has one stage
             assert self.is_gluon() or made.metadata.num_stages > 1 or "wgmma" not in made.asm["ptx"], self.__name__
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
-from delayed import Stream, broken_copies
+from delayed import arrive, broken_copies, delay
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.request import RequestStatus
@@ -44,12 +44,11 @@ class Held:
         self.scheduler = self.core.engine_core.engine_core.scheduler
         self.connector = self.scheduler.connector
         self.host = get_kv_transfer_group().transfers.host
-        self.out, self.into = Stream([]), Stream([])
         self.outputs: dict[str, Any] = {}
 
     def hold(self) -> None:
         """From now on copies wait for :meth:`arrive`."""
-        self.host._out.stream, self.host._in.stream = self.out, self.into
+        delay(self.host, [])
 
     def let_go(self) -> None:
         """From now on copies are made at once."""
@@ -57,8 +56,8 @@ class Held:
         self.host._out.stream = self.host._in.stream = None
 
     def arrive(self) -> None:
-        self.out.synchronize()
-        self.into.synchronize()
+        arrive(self.host._out)
+        arrive(self.host._in)
 
     def add(self, name: str, prompt: list[int]) -> None:
         self.core.add_request(name, {"prompt_token_ids": prompt}, HOW)

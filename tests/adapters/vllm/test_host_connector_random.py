@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.engines
 
 import torch
-from delayed import Stream
+from delayed import arrive, delay
 from vllm import EngineArgs, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -104,10 +104,9 @@ class Fake:
         self.pool = PagePool(LAYOUT, scheduler.kv_cache_config.num_blocks, reserve_null=True)
         self.cells = self.pool.pages.view(torch.int64)
         self.transfers = HostTransfers(self.pool, self.connector.num_pages)
-        self.out, self.into = Stream([]), Stream([])
         self.refused = refused
         if late:
-            self.transfers.host._out.stream, self.transfers.host._in.stream = self.out, self.into
+            delay(self.transfers.host, [])
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.blocks: dict[str, list[list[int]]] = {}
@@ -138,8 +137,8 @@ class Fake:
         sampled = self.forward(output)
         self.transfers.save(moves)
         if self.late and self.random.random() < 1 / self.late:
-            self.out.synchronize()
-            self.into.synchronize()
+            arrive(self.transfers.host._out)
+            arrive(self.transfers.host._in)
         one_group = len(self.windows) == 1
         news = KVConnectorOutput(
             finished_recving=self.transfers.poll(),
