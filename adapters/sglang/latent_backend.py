@@ -82,6 +82,13 @@ class LatentAttnBackend(PageMajorAttnBackend):
                 "pm_ops: its attention backend has no latent attention (MLA) with caps or windows; choose "
                 "--attention-backend triton with layout token_major"
             )
+        # SGLang's own backends divide rows by a checkpoint's scale. A cache of another dtype needs none, as with keys.
+        if self.scaled and layer.k_scale is not None and layer.k_scale_float != 1.0:
+            raise ValueError(
+                f"pm_ops: a checkpoint's scales over latents (MLA), {layer.k_scale_float} in layer {layer.layer_id}, "
+                f"are not supported by the attention backend {BACKEND}; choose --kv-cache-dtype bfloat16, or "
+                "--attention-backend triton with layout token_major"
+            )
         step = self.forward_metadata
         assert step is not None
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
