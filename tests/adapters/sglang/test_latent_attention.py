@@ -392,7 +392,9 @@ def test_a_checkpoints_scales_over_fp8_latents_are_refused(mode: ForwardMode, dt
         scaled.k_scale = torch.nn.Parameter(torch.tensor(scale), requires_grad=False)
         scaled.k_scale_float = scale
         if dtype.itemsize == 1 and scale != 1.0:
-            with pytest.raises(ValueError, match="scales .*, 0.25 in layer 1, are not .* --kv-cache-dtype bfloat16, or"):
+            with pytest.raises(
+                ValueError, match="scales .*, 0.25 in layer 1, are not .* --kv-cache-dtype bfloat16, or"
+            ):
                 backend.forward(query, key, value, scaled, forward)
             assert torch.equal(runner.token_to_kv_pool.page_pool.buffer, before)
         else:
