@@ -104,9 +104,9 @@ class PageMajorBackend:
             name = names.get(storage_key(x)) if isinstance(x, Tensor) and x.layout is torch.strided else None
             if name is not None:
                 raise RewriteError(
-                    f"beside bound caches the model uses the {name} of the pool that they lie in; write and read the "
-                    "caches there, or call operators on the pool by hand in another compiled function, or behind a "
-                    f"graph break\n  in {user_line(next(iter(n.users), n))}"
+                    "beside bound caches the model reads or writes the pool that they lie in or its page table, here "
+                    f"the {name}; write and read the caches there, or the pool by hand in another compiled function or "
+                    f"behind a graph break\n  in {user_line(next(iter(n.users), n))}"
                 )
 
     def _rewrite(

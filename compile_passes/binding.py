@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,23 +122,34 @@ class Binding:
         Returns the pages that the row has now. Those that it had are free, but for what somebody else has retained.
 
         Raises:
+            TypeError: the row is no integer.
             ValueError: the caches have no batch axis, there is no such row, or the pages are too few or too many,
-                unknown, named twice, or in the table already. Nothing has been changed then.
+                unknown, named twice, or in the table already.
             RuntimeError: the binding was released, a page is free or has other owners, or the allocator has too few.
-                Nothing has been changed then.
+
+        Nothing has been changed then. Where the copy itself fails, the sequence is where it was, and new pages that
+        were taken for it are free again.
         """
         pool, table = whole_pool(self.pool), self.page_table
         if self.released:
             raise RuntimeError("this binding was released already")
         if table is None:
             raise ValueError("caches addressed by slot or page take every page of the pool: there is no row to move")
+        if isinstance(row, bool):
+            raise TypeError(f"row {row} is no integer; give a row of the page table")
+        row = operator.index(row)
         if not 0 <= row < table.shape[0]:
             raise ValueError(f"no row {row} in a page table of {counted(table.shape[0], 'sequence')}")
         old = table[row].tolist()
         new = pool.allocator.alloc(len(old)) if pages is None else given_pages(pool, pages, len(old), table)
-        with torch.inference_mode():  # in which tensors of either mode may be written
-            pool.copy(old, new)
-            table[row] = torch.tensor(new)
+        try:
+            with torch.inference_mode():  # in which tensors of either mode may be written
+                pool.copy(old, new)
+                table[row] = torch.tensor(new)
+        except BaseException:
+            if pages is None:
+                pool.allocator.free(new)
+            raise
         pool.allocator.free(old)
         return new
 

@@ -29,6 +29,18 @@ _DATA_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 _VIEWS = frozenset(("__getitem__", "select", "narrow"))
 _PLACES = frozenset(("device", "is_cuda", "is_cpu", "is_meta", "get_device"))
 
+# Operators that Tensor has in Python, into which Dynamo cannot follow a subclass, and what they compute. Dynamo finds
+# these functions by identity, not in a dict.
+_OPERATORS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
+    (Tensor.__pow__, torch.pow),
+    (Tensor.__floordiv__, torch.floor_divide),
+    (Tensor.__rsub__, torch.rsub),
+    (Tensor.__rtruediv__, lambda cache, other: torch.reciprocal(cache) * other),
+    (Tensor.__rpow__, lambda cache, other: torch.pow(other, cache)),
+    (Tensor.__rfloordiv__, lambda cache, other: torch.floor_divide(other, cache)),
+    (Tensor.__rmod__, lambda cache, other: torch.remainder(other, cache)),
+)
+
 
 class Facade(torch.Tensor):
     """A bound cache. Shape, strides, dtype and device are the cache's; there is no data behind them.
@@ -48,6 +60,9 @@ class Facade(torch.Tensor):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             IN_PAGES(cls.label)
+            for method, function in _OPERATORS:
+                if func is method:
+                    func = function
             with without_facades():
                 return func(*args, **(kwargs or {}))
         return _eager(func, args, kwargs or {})

@@ -40,20 +40,7 @@ class LatentAttnBackend(PageMajorAttnBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self.prompts: Prompts | None = None
-        spec = model_runner.spec_algorithm
-        for holds, what in (
-            (self.windowed, "in sliding windows"),
-            (self.impl not in IMPLEMENTATIONS, f"by impl {self.impl}"),
-            (
-                not spec.is_none() and (spec.is_ngram() or get_spec().speculative_eagle_topk != 1),
-                "of trees of drafts (NGRAM, or --speculative-eagle-topk of more than 1)",
-            ),
-        ):
-            if holds:
-                raise ValueError(
-                    f"pm_ops: its attention backend has no latent attention (MLA) {what}; leave that out, or choose "
-                    "--attention-backend triton with layout token_major"
-                )
+        refuse_latents(self.impl, model_runner.spec_algorithm, self.windowed)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before an eager pass."""
@@ -80,6 +67,13 @@ class LatentAttnBackend(PageMajorAttnBackend):
         if layer.logit_cap or (layer.sliding_window_size or -1) > -1:
             raise ValueError(
                 "pm_ops: its attention backend has no latent attention (MLA) with caps or windows; choose "
+                "--attention-backend triton with layout token_major"
+            )
+        # SGLang's own backends divide rows by a checkpoint's scale. A cache of another dtype needs none, as with keys.
+        if self.scaled and layer.k_scale is not None and layer.k_scale_float != 1.0:
+            raise ValueError(
+                f"pm_ops: a checkpoint's scales over latents (MLA), {layer.k_scale_float} in layer {layer.layer_id}, "
+                f"are not supported by the attention backend {BACKEND}; choose --kv-cache-dtype bfloat16, or "
                 "--attention-backend triton with layout token_major"
             )
         step = self.forward_metadata
@@ -144,6 +138,29 @@ class LatentAttnBackend(PageMajorAttnBackend):
             impl=self.impl,
         )[0]
         return out.flatten(1)
+
+
+def refuse_latents(impl: str, algorithm: Any, windowed: bool = False) -> None:
+    """Raise ValueError for latent attention that the backend does not have.
+
+    Args:
+        impl: of the settings.
+        algorithm: of speculation.
+        windowed: whether layers of sliding windows have a pool.
+    """
+    for holds, what in (
+        (windowed, "in sliding windows"),
+        (impl not in IMPLEMENTATIONS, f"by impl {impl}"),
+        (
+            not algorithm.is_none() and (algorithm.is_ngram() or get_spec().speculative_eagle_topk != 1),
+            "of trees of drafts (NGRAM, or --speculative-eagle-topk of more than 1)",
+        ),
+    ):
+        if holds:
+            raise ValueError(
+                f"pm_ops: its attention backend has no latent attention (MLA) {what}; leave that out, or choose "
+                "--attention-backend triton with layout token_major"
+            )
 
 
 def make_backend(model_runner: Any) -> PageMajorAttnBackend:

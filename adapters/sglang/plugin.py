@@ -256,6 +256,11 @@ def refuse(configurator: Any) -> None:
         readable = (BACKEND,)
     backends = _backends()
     draft = spec.speculative_draft_attention_backend
+    own = [draft] if draft is not None and configurator.is_draft_worker else list(backends.values())
+    if configurator.use_mla_backend and BACKEND in own:
+        from .latent_backend import refuse_latents
+
+        refuse_latents(settings.impl, configurator.spec_algorithm)
     if draft is not None:
         backends["speculative_draft_attention_backend"] = draft
     if BACKEND in backends.values() and get_server_args().dcp_size > 1:

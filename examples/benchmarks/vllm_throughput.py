@@ -217,11 +217,13 @@ def measure(
 
 
 def table(results: dict[str, Any]) -> str:
-    """Medians, and their ratios to the first engine."""
-    lines = [f"{'workload':<12} {'engine':<22} {'tokens/s':>9} {'ratio':>6} {'ms/step':>8} {'ratio':>6}"]
+    """Medians, and their ratios to the first engine of a workload that did not fail, which is named above them."""
+    lines = []
     for workload, engines in results.items():
         medians = {n: [statistics.median(e[k]) for k in ("tokens a second", "ms a step")] for n, e in engines.items()}
-        rate, step = next(iter(medians.values()), (1.0, 1.0))
+        base, (rate, step) = next(iter(medians.items()), ("none", (1.0, 1.0)))
+        columns = f"{'workload':<12} {'engine':<22} {'tokens/s':>9} {'ratio':>6} {'ms/step':>8} {'ratio':>6}"
+        lines.append(f"{columns}  (ratios to {base})")
         for name, (r, s) in medians.items():
             lines.append(f"{workload:<12} {name:<22} {r:>9.1f} {r / rate:>6.3f} {s:>8.3f} {s / step:>6.3f}")
     return "\n".join(lines)

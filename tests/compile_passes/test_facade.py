@@ -60,11 +60,19 @@ IN_PYTHON: dict[str, Callable[[Any], Tensor]] = {
     "split": lambda k: k.split(8)[1][3:5] + k.split([30, 10], dim=0)[1][:2],
     "unflatten": lambda k: k.unflatten(0, (5, 8))[1:3, 2] + k.unflatten(dim=-3, sizes=(-1, 4))[2:4, 1],
     "norm": lambda k: k.norm() + k.norm(dim=-1),
+    "__rsub__": lambda k: 1 - k,
+    "__rdiv__": lambda k: 1 / k + 3.0 / k,
+    "__rpow__": lambda k: 2**k,
+    "pow": lambda k: k**2,
+    "__floordiv__": lambda k: k // 2,
+    "__rfloordiv__": lambda k: 3 // k,
+    "__rmod__": lambda k: 3 % k,
 }
 
 
 @pytest.mark.parametrize("name", IN_PYTHON)
 def test_tensor_methods_written_in_python_are_traced(name: str) -> None:
+    """Operators, too. The name is the one that eager code is told."""
     keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
     expected = IN_PYTHON[name](keys[1].clone())
     binding = bind(make_pool(), keys=keys, values=values)

@@ -84,6 +84,9 @@ def test_the_table_may_be_of_inference_mode(inside: bool) -> None:
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[PagePool, Tensor], tuple[Any, ...]]]] = {
     "no such row": (ValueError, "no row 2 in a page table of 2 sequences", lambda pool, table: (2,)),
     "counted back": (ValueError, "no row -1", lambda pool, table: (-1,)),
+    "a flag": (TypeError, "row True is no integer", lambda pool, table: (True,)),
+    "a fraction": (TypeError, "float", lambda pool, table: (1.0,)),
+    "a name": (TypeError, "str", lambda pool, table: ("0",)),
     "too few": (ValueError, "3 pages for a sequence of 4", lambda pool, table: (0, free(pool)[:3])),
     "unknown": (ValueError, "page 99 is none of the pool's", lambda pool, table: (0, [*free(pool)[:3], 99])),
     "twice": (ValueError, "is named twice", lambda pool, table: (0, [*free(pool)[:3], free(pool)[0]])),
@@ -106,6 +109,25 @@ def test_what_cannot_be_moved_is_refused_and_nothing_changes(case: str) -> None:
         binding.move(*given)
     assert torch.equal(pool.buffer, before[0]) and torch.equal(table, before[1])
     assert pool.allocator.num_free == before[2]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_where_the_copy_fails_the_sequence_stays(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New pages are free again; given ones are still the caller's."""
+    pool, binding, table = make_binding()
+    new = pool.allocator.alloc(COLUMNS) if given else None
+    before = (pool.buffer.clone(), table.clone(), pool.allocator.num_free)
+
+    def fail(old: Any, new: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "copy", fail)
+        with pytest.raises(RuntimeError, match="CUDA out of memory"):
+            binding.move(1, new)
+    assert torch.equal(pool.buffer, before[0]) and torch.equal(table, before[1])
+    assert pool.allocator.num_free == before[2] and all(pool.allocator.refcount(page) == 1 for page in new or ())
+    assert binding.move(1, new) == table[1].tolist()
 
 
 def test_pages_with_another_owner_are_refused() -> None:

@@ -107,19 +107,29 @@ def test_a_write_that_is_not_exact_is_refused(paged: Any, form: Callable[..., No
     assert "refused:" in str(twins.binding.report())
 
 
-@pytest.mark.parametrize("form", ["SHD", "BHSD"])
-def test_the_pool_by_hand_beside_its_caches_is_refused(paged: Any, form: str) -> None:
+BY_HAND: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "an operator": ("SHD", "buffer", lambda binding, view, at: pm_ops.load_kv(binding.pool, 0, at, "key")),  # this line
+    "a view": ("SHD", "buffer", lambda binding, view, at: view[at].sum()),  # this line
+    "a write through a view": ("SHD", "buffer", lambda binding, view, at: view.zero_()),  # this line
+    "the table": ("BHSD", "page table", lambda binding, view, at: binding.page_table.sum()),  # this line
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_the_pool_by_hand_beside_its_caches_is_refused(paged: Any, case: str) -> None:
     """A write to a cache may be recorded later than it stands, with its partner; a graph has no input twice."""
-    pools: list[Any] = []
+    form, used, touch = BY_HAND[case]
+    bound: list[Any] = []
 
     def by_hand(k: Tensor, v: Tensor, x: Tensor, y: Tensor, at: Tensor) -> None:
         k.zero_()
-        pm_ops.load_kv(pools[0], 0, at, "key") if form == "SHD" else pools[1].page_table.sum()  # this line
+        touch(*bound, at)
 
     twins = paged(form=form, write=by_hand, read=gather)
-    pools += [twins.pool, twins.binding]
-    used = "buffer" if form == "SHD" else "page table"
-    message = f"(?s)RewriteError: beside bound caches the model uses the {used} of the pool.*# this line"
+    bound += [twins.binding, twins.pool.view(0, "key")]
+    message = (
+        f"(?s)RewriteError: beside bound caches the model reads or writes the pool .*, here the {used};.*# this line"
+    )
     with torch.no_grad(), pytest.raises(Exception, match=message):
         twins.compiled(torch.randn(3, HEADS, DIM), torch.tensor([1, 7, 2]))
 

@@ -78,7 +78,8 @@ def test_an_engine_that_fails_is_left_out_and_the_others_go_on() -> None:
     assert engines == [whole] and bad.killed and not whole.killed
     assert list(found) == ["a"] and len(found["a"]["ms a step"]) == 2
     assert noted == {"engines": {"b": {"failed": "b ended"}}}
-    assert "a" in bench.table({"8 x 16": found})
+    lines = bench.table({"8 x 16": found, "all failed": {}}).splitlines()
+    assert [line.partition("  (")[2] for line in lines] == ["ratios to a)", "", "ratios to none)"]
 
 
 def test_tokens_that_follow_from_the_last_one_show_nothing() -> None:
@@ -92,6 +93,7 @@ def test_engines_take_turns_and_the_table_has_their_ratios() -> None:
     assert fast.asked == slow.asked == [(8, 16, 4, 0), (8, 16, 4, 1), (8, 16, 4, 2)]
     assert results["fast"] == {"tokens a second": [32.0] * 3, "ms a step": [1.0] * 3}
     lines = bench.table({"8 x 16": results}).splitlines()
+    assert lines[0].endswith("(ratios to slow)")
     assert lines[2].split()[3:] == ["fast", "32.0", "4.000", "1.000", "0.250"]
 
 

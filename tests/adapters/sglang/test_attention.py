@@ -21,6 +21,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_runner import CONTEXT, DIM, PAGE, Batch, Runner, close, expected, fill, kwargs, layer, page_table, rows
 
 import pm_ops
+from pm_ops.adapters import prompts
 from pm_ops.adapters.sglang.backend import PageMajorAttnBackend
 from pm_ops.adapters.sglang.pool import FORMATS, pool_class
 from pm_ops.kernels import fa3
@@ -124,20 +125,21 @@ def test_a_prefill_between_graphs_is_written_where_sglang_wants_it(
 @pytest.mark.parametrize(
     ("impl", "reason", "taken"),
     [
-        ("auto", None, ["fa3", "fa3", "auto", "auto", "auto"]),
-        ("auto", "it is not there", ["auto"] * 5),
-        ("triton", None, ["triton"] * 5),
+        ("auto", None, ["fa3", "fa3", "auto", "fa3", "auto", "auto", "auto"]),
+        ("auto", "it is not there", ["auto"] * 7),
+        ("triton", None, ["triton"] * 7),
     ],
 )
 def test_prompts_whose_keys_are_mostly_new_go_to_flash_attention_3(
     impl: str, reason: str | None, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt, its second half, a last short part, a decode and a draft."""
+    """A prompt, its second half, a last short part, a long chunk, one that is too short, a decode and a draft."""
+    monkeypatch.setattr(prompts, "CHUNK", 24)
     monkeypatch.setenv("PM_OPS", f'{{"impl": "{impl}"}}')
     found: list[str] = []
     monkeypatch.setattr(fa3, "reason", lambda call: reason)
     monkeypatch.setattr(pm_ops, "attention", lambda *call, impl, **options: (found.append(impl), call[2])[1])
-    for queries, keys in ((20, 20), (20, 39), (20, 40), (1, 1), (16, 16)):
+    for queries, keys in ((20, 20), (20, 39), (20, 40), (24, 60), (23, 60), (1, 1), (16, 16)):
         batch = Batch([keys], [queries])
         runner = Runner("page_major", torch.float32, batch, context=64)
         backend = PageMajorAttnBackend(runner)
@@ -146,6 +148,27 @@ def test_prompts_whose_keys_are_mostly_new_go_to_flash_attention_3(
         query, key, value = rows(queries, 4, torch.float32)
         backend.forward(query, key, value, layer(1, 4), forward)
     assert found == taken
+
+
+def test_each_layer_is_asked_once_whether_flash_attention_3_takes_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it attends with: here layers of a window are not taken."""
+    monkeypatch.setenv("PM_OPS", "1")
+    asked, found = [], []
+
+    def reason(call: Any) -> str | None:
+        asked.append(call.window)
+        return "windows are not there" if call.window else None
+
+    monkeypatch.setattr(fa3, "reason", reason)
+    monkeypatch.setattr(pm_ops, "attention", lambda *call, impl, **options: (found.append(impl), call[2])[1])
+    batch = Batch([20], [20])
+    runner = Runner("page_major", torch.float32, batch)
+    backend, forward = PageMajorAttnBackend(runner), runner.forward_batch(ForwardMode.EXTEND)
+    for _ in range(3):
+        backend.init_forward_metadata(forward)
+        for index, window in ((0, 6), (1, 0)):
+            backend.forward(*rows(20, 4, torch.float32), layer(index, 4, window=window), forward)
+    assert found == ["auto", "fa3"] * 3 and asked == [6, 0]
 
 
 @pytest.mark.parametrize("batch", [DECODE, EXTEND], ids=["decode", "extend"])

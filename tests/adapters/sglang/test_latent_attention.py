@@ -378,6 +378,29 @@ def test_a_draft_models_steps_attend_over_its_latents(chains: SimpleNamespace) -
     close(first.forward(query, key, value, absorbed(), forward), expected(runner, query), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float32])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_a_checkpoints_scales_over_fp8_latents_are_refused(mode: ForwardMode, dtype: torch.dtype) -> None:
+    """Before a row is stored; a scale of 1 is none, and a cache of another dtype needs none."""
+    runner = runner_of(DECODE, dtype=dtype)
+    fill(runner)
+    backend, forward = make_backend(runner), forward_of(runner, mode)
+    backend.init_forward_metadata(forward)
+    scaled, before = absorbed(), runner.token_to_kv_pool.page_pool.buffer.clone()
+    query, key, value = rows(3)
+    for scale in (0.25, 1.0):
+        scaled.k_scale = torch.nn.Parameter(torch.tensor(scale), requires_grad=False)
+        scaled.k_scale_float = scale
+        if dtype.itemsize == 1 and scale != 1.0:
+            with pytest.raises(
+                ValueError, match="scales .*, 0.25 in layer 1, are not .* --kv-cache-dtype bfloat16, or"
+            ):
+                backend.forward(query, key, value, scaled, forward)
+            assert torch.equal(runner.token_to_kv_pool.page_pool.buffer, before)
+        else:
+            close(backend.forward(query, key, value, scaled, forward), expected(runner, query), torch.float32)
+
+
 def test_what_the_backend_refuses(chains: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(DECODE)
     backend, forward = make_backend(runner), forward_of(runner, ForwardMode.DECODE)

@@ -33,7 +33,7 @@ from pm_ops.adapters.sglang import hooks, plugin
 SIZE = 64
 SPEC = (
     "enable_multi_layer_eagle", "speculative_attention_mode", "speculative_draft_attention_backend",
-    "speculative_draft_window_size", "speculative_num_draft_tokens",
+    "speculative_draft_window_size", "speculative_eagle_topk", "speculative_num_draft_tokens",
 )  # fmt: skip
 KERNELS = ("decode_attention_backend", "prefill_attention_backend")
 
@@ -257,6 +257,38 @@ def test_latents_that_are_not_supported_are_refused(publish: Any, monkeypatch: p
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(dcp_size=2))
     with pytest.raises(ValueError, match="split over ranks is not supported; leave --dcp-size out"):
         build(use_mla_backend=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "is_draft", "refused"),
+    [
+        ("pm_ops", None, False, True),
+        ("pm_ops", None, True, True),
+        ("pm_ops", "triton", True, False),
+        ("triton", "pm_ops", True, True),
+        ("triton", "pm_ops", False, False),
+        ("triton", None, False, False),
+    ],
+)
+def test_what_our_attention_lacks_over_latents_is_refused_where_it_is_theirs(
+    target: str, draft: str | None, is_draft: bool, refused: bool, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before memory is taken, and of a draft model by its own backend. A chain of drafts is served."""
+
+    def made(algorithm: Any = SpeculativeAlgorithm.NONE, topk: int = 1) -> Any:
+        publish(backend=target, speculative_draft_attention_backend=draft, speculative_eagle_topk=topk)
+        given = {"is_draft_worker": is_draft, "spec_algorithm": algorithm, "memory_pool_config": SimpleNamespace()}
+        return build(use_mla_backend=True, **given)
+
+    assert type(made(SpeculativeAlgorithm.EAGLE)).__name__ == "PageMajorMLAPool"
+    monkeypatch.setattr(Configurator, "_init_pools", lambda *_, **__: pytest.fail("pools are made"))
+    outcome = (ValueError, "no latent attention .*{}; leave") if refused else (pytest.fail.Exception, "pools are made")
+    for given in ((SpeculativeAlgorithm.EAGLE, 2), (SpeculativeAlgorithm.NGRAM, 1)):
+        with pytest.raises(outcome[0], match=outcome[1].format(r"of trees of drafts \(NGRAM, .* more than 1\)")):
+            made(*given)
+    monkeypatch.setenv("PM_OPS", '{"impl": "fa3"}')
+    with pytest.raises(outcome[0], match=outcome[1].format("by impl fa3")):
+        made()
 
 
 @pytest.mark.parametrize("latent", [False, True])
