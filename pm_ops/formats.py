@@ -315,11 +315,13 @@ def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:
 
 
 def _cache_dtype(given: Dtype) -> torch.dtype:
-    """The dtype of a plane of tokens, which the operators write and read."""
+    """The dtype of a plane of tokens: one that the operators write and read, or uint8, as which engines store fp8."""
     dtype = _dtype(given)
-    if dtype not in PLANE_DTYPES:
+    if dtype not in (*PLANE_DTYPES, torch.uint8):
         supported = ", ".join(map(dtype_name, PLANE_DTYPES))
-        raise ValueError(f"no operator takes a cache of {dtype_name(dtype)}; dtype may be {supported}")
+        raise ValueError(
+            f"no operator takes a cache of {dtype_name(dtype)}; dtype may be {supported}, or uint8 for bytes to move"
+        )
     return dtype
 
 
