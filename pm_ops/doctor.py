@@ -68,12 +68,18 @@ def _torch() -> Finding:
     return Finding(torch.__version__, usable, () if usable else ("2.11 to 2.14 are supported",))
 
 
-def _triton() -> Finding:
-    version = _version("triton")
+def _extra(package: str, least: tuple[int, int], use: str, newer: str) -> Finding:
+    """An optional package: what it is for, and what to upgrade where it is older than ``least``."""
+    version = _version(package)
     if version is None:
-        return Finding("not installed", False, ("for CUDA tensors only: pip install 'pm-ops[triton]'",))
-    usable = _numbers(version) >= (3, 6)
-    return Finding(version, usable, () if usable else ("3.6 or newer is needed: pip install -U 'pm-ops[triton]'",))
+        return Finding("not installed", False, (f"for {use} only: pip install 'pm-ops[{package}]'",))
+    usable = _numbers(version) >= least
+    remedy = f"{'.'.join(map(str, least))} or newer is needed: pip install -U {newer}"
+    return Finding(version, usable, () if usable else (remedy,))
+
+
+def _triton() -> Finding:
+    return _extra("triton", (3, 6), "CUDA tensors", "'pm-ops[triton]'")
 
 
 def _gpu() -> Finding:
@@ -101,19 +107,11 @@ def _fa3() -> Finding:
 
 
 def _transformers() -> Finding:
-    version = _version("transformers")
-    if version is None:
-        return Finding("not installed", False, ("for its adapter only: pip install 'pm-ops[transformers]'",))
-    usable = _numbers(version) >= (5, 12)
-    return Finding(version, usable, () if usable else ("5.12 or newer is needed: pip install -U transformers",))
+    return _extra("transformers", (5, 12), "its adapter", "transformers")
 
 
 def _nixl() -> Finding:
-    version = _version("nixl")
-    if version is None:
-        return Finding("not installed", False, ("for NixlPages only: pip install 'pm-ops[nixl]'",))
-    usable = _numbers(version) >= (1, 0)
-    return Finding(version, usable, () if usable else ("1.0 or newer is needed: pip install -U 'pm-ops[nixl]'",))
+    return _extra("nixl", (1, 0), "NixlPages", "'pm-ops[nixl]'")
 
 
 def _vllm() -> Finding:

@@ -74,7 +74,7 @@ def page_major(
         kv_heads, head_dim, value_dim: heads and dims, in elements; ``value_dim`` defaults to ``head_dim``.
         page_size: tokens of a page.
         dtype: element type of K and V, ``torch.bfloat16`` or ``"bfloat16"``: float32, float16, bfloat16, float8_e4m3fn,
-            float8_e5m2 or int8.
+            float8_e5m2 or int8; uint8 for bytes that are moved alone, as which engines store fp8.
         align: start every plane, and end the page, at a multiple of this many bytes. 1 is byte-exact with SGLang.
         scales: add planes ``"key_scale"`` and ``"value_scale"``, float32 ``(heads, 1)``, to the layers of an 8-bit
             dtype. They start, and the page then ends, at multiples of 16 bytes too.

@@ -12,6 +12,7 @@ not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -93,18 +94,25 @@ def pack(config: Any) -> Any:
         for tensor, offset in zip(tensors, offsets, strict=True)
     ]
     places = {layer: tensor for tensor in packed for layer in tensor.shared_by}
+    for layer, spec in _specs(config):
+        if layer not in places:
+            continue
+        if hasattr(spec, "shapes"):
+            _check_states(layer, spec, places[layer])
+        elif getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
+            raise RuntimeError(
+                f"pm_ops: keys of {spec.head_size} and values of {spec.head_size_v} are not supported with this "
+                "vLLM; run this model without pm_ops"
+            )
+    return replace(config, kv_cache_tensors=packed)
+
+
+def _specs(config: Any) -> Iterator[tuple[str, Any]]:
+    """Every layer's name, and what its cache is."""
     for group in config.kv_cache_groups:
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        for layer in (layer for layer in group.layer_names if layer in places):
-            spec = of_layers.get(layer, group.kv_cache_spec)
-            if hasattr(spec, "shapes"):
-                _check_states(layer, spec, places[layer])
-            elif getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
-                raise RuntimeError(
-                    f"pm_ops: keys of {spec.head_size} and values of {spec.head_size_v} are not supported with this "
-                    "vLLM; run this model without pm_ops"
-                )
-    return replace(config, kv_cache_tensors=packed)
+        for layer in group.layer_names:
+            yield layer, of_layers.get(layer, group.kv_cache_spec)
 
 
 def _check_states(layer: str, spec: Any, tensor: Any) -> None:
@@ -143,9 +151,7 @@ def place_states(config: Any, layers: dict[str, Any]) -> None:
 
 def has_mamba(config: Any) -> bool:
     """Whether some layer of this plan keeps the states of Mamba-1 or Mamba-2."""
-    groups = [group.kv_cache_spec for group in config.kv_cache_groups]
-    specs = [spec for group in groups for spec in getattr(group, "kv_cache_specs", {"": group}).values()]
-    return any(spec.mamba_type.name.startswith("MAMBA") for spec in specs if hasattr(spec, "mamba_type"))
+    return any(spec.mamba_type.name.startswith("MAMBA") for _, spec in _specs(config) if hasattr(spec, "mamba_type"))
 
 
 class BlockZeroer:

@@ -37,7 +37,7 @@ def test_flash_attention_3_is_looked_for_where_it_was_asked_for(loads: list[str]
 def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     spec = SimpleNamespace(mamba_type=SimpleNamespace(name="GDN_ATTN"))
-    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace()), SimpleNamespace(kv_cache_spec=spec)]
+    groups = [SimpleNamespace(kv_cache_spec=x, layer_names=["a layer"]) for x in (SimpleNamespace(), spec)]
     packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_groups=groups)
     monkeypatch.setattr(worker_cuda, "pack", lambda config: (done.append(("pack", config)), packed)[1])
     monkeypatch.setattr(worker_cuda, "place_states", lambda *call: done.append(("place", *call)))
