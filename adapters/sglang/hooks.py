@@ -19,6 +19,9 @@ FUSED = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 """What makes the attention backends of draft models, by names of its own list."""
 
+ROWS = "sglang.srt.speculative.eagle_worker_v2"
+"""The module that captures graphs of a draft model's rows, where their attention is of a class that it lists."""
+
 TREES = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
 """What refuses, last of all, trees of drafts on pages for attention backends that are not on its own list."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from typing import Any
 
 from . import hooks
@@ -110,7 +111,31 @@ def _draft_rows(original: Any, factory: Any) -> Any:
 
     phase = "decode" if get_spec().speculative_attention_mode == "decode" else "prefill"
     name = factory.draft_attn_backend or _backends()[f"{phase}_attention_backend"]
-    return _name(_make_backend(factory.draft_model_runner)) if name == BACKEND else original(factory)
+    if name != BACKEND:
+        return original(factory)
+    _capture_rows()
+    return _name(_make_backend(factory.draft_model_runner))
+
+
+def _capture_rows() -> None:
+    """Have SGLang capture graphs of these rows for our backend, too: its list begins with its Triton backend's class.
+
+    Not a hook as the others are: the module is there only where drafts are, and imports the whole scheduler.
+    """
+    module = sys.modules.get(hooks.ROWS)
+    if module is None:  # another worker's, which captures none
+        return
+    from .backend import PageMajorAttnBackend
+
+    stock = getattr(module, "TritonAttnBackend", None)
+    if stock is None:
+        logger.warning(
+            "pm_ops: this SGLang lists attention backends otherwise in %s; rows of accepted drafts run without CUDA "
+            "graphs, which takes time in each step. The adapter is tested with %s",
+            hooks.ROWS, hooks.VERSIONS,
+        )  # fmt: skip
+    elif not isinstance(stock, tuple):
+        module.TritonAttnBackend = (stock, PageMajorAttnBackend)  # type: ignore[attr-defined]
 
 
 def _name(backend: Any) -> Any:

@@ -4,8 +4,13 @@ Everything that a release does between its options and its pool is its own code;
 """
 
 import ast
+import collections
+import importlib.util
 import inspect
-from types import SimpleNamespace
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,6 +348,47 @@ def test_draft_models_are_served_where_they_are_given_to_it(
         factory.draft_model_runner = SimpleNamespace(**{**vars(runner), **vars(windowed), "is_draft_worker": True})
         assert factory.create_decode_backend() is None
         assert not rows or factory.create_draft_extend_backend().windowed
+
+
+def test_graphs_are_captured_of_the_rows_of_our_backend(
+    publish: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By SGLang's own list and question, out of a module that imports its whole scheduler."""
+    spec = importlib.util.find_spec(hooks.ROWS)
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin)
+    listed = ("graph_supported_backend_types", "graph_supported_backend")
+    lines = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in listed
+    ]
+    assert len(lines) == 2 and path.read_text().count("TritonAttnBackend") == 2  # its import, and its place in the list
+    module = ModuleType(hooks.ROWS)
+    stock = module.TritonAttnBackend = type("TritonAttnBackend", (), {})  # type: ignore[attr-defined]
+
+    def captured(rows: Any) -> bool:
+        names: Any = collections.defaultdict(lambda: type("Other", (), {}))
+        names |= {"self": SimpleNamespace(draft_extend_attn_backend=rows), "isinstance": isinstance, "tuple": tuple}
+        names["TritonAttnBackend"] = module.TritonAttnBackend
+        exec("\n".join(lines), {}, names)
+        return bool(names["graph_supported_backend"])
+
+    publish(backend="pm_ops", speculative_num_draft_tokens=6)
+    runner = Runner("page_major", torch.float32, Batch([3], [1]), spec=SpeculativeAlgorithm.EAGLE)
+    runner.is_draft_worker = True
+    factory = SimpleNamespace(draft_attn_backend=None, draft_model_runner=runner)
+    ours = plugin._draft_rows(None, factory)  # where no such worker is
+    monkeypatch.setitem(sys.modules, hooks.ROWS, module)
+    assert captured(stock()) and not captured(ours)
+    for _ in range(2):
+        ours = plugin._draft_rows(None, factory)
+        assert captured(stock()) and captured(ours) and not captured(object())
+        assert "run without CUDA graphs" not in caplog.text
+    del module.TritonAttnBackend  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING):
+        plugin._draft_rows(None, factory)
+    assert "run without CUDA graphs" in caplog.text
 
 
 def test_trees_on_pages_are_drafted_by_our_backend(publish: Any) -> None:
