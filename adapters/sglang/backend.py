@@ -223,8 +223,7 @@ class PageMajorAttnBackend(AttentionBackend):
         drafts = spec.draft_token_num if verify else 0  # SGLang's lengths are without them
         lengths = forward_batch.seq_lens[:batch]
         longest = self.longest(forward_batch, drafts)
-        pages = -(-longest // self.page_size)
-        first = self.req_to_token[:, :: self.page_size][:, :pages][forward_batch.req_pool_indices[:batch]]
+        first = self.first_slots(forward_batch, longest)
         step = Step(pages_of_slots(first, self.page_size), lengths + drafts, max_seq_len=longest)
         if self.windowed:
             translate = self.pool.translate_loc_from_full_to_swa
@@ -235,6 +234,11 @@ class PageMajorAttnBackend(AttentionBackend):
             step.tree = tree_of(visible, lengths, drafts, self.page_size, step.page_table, step.page_table_window)
             step.seq_lens, step.max_seq_len = lengths, longest - drafts
         return step
+
+    def first_slots(self, forward_batch: Any, longest: int) -> Tensor:
+        """Those of each sequence's pages, of as many as hold ``longest`` keys: ``[sequences, pages]``."""
+        pages, rows = -(-longest // self.page_size), forward_batch.req_pool_indices[: forward_batch.batch_size]
+        return self.req_to_token[:, :: self.page_size][:, :pages][rows]
 
     def longest(self, forward_batch: Any, drafts: int) -> int:
         """Keys of the longest sequence, where the host knows them; else the most that there can be."""

@@ -67,6 +67,8 @@ class PageMajorMultiStepDraft(AttentionBackend):
         backend, batch = self.attn_backends[0], forward_batch.batch_size
         size, prefix = backend.page_size, forward_batch.seq_lens[:batch, None]
         longest = backend.longest(forward_batch, self.num_steps)
+        if self.topk == 1:  # a chain: the sequence itself, in a third of the launches
+            return pages_of_slots(backend.first_slots(forward_batch, longest), size), prefix.flatten(), longest
         column = torch.arange(-(-longest // size), device=prefix.device)
         branch = torch.arange(self.topk, device=prefix.device)[:, None]
         apart = torch.div(prefix % size + self.num_steps + size - 1, size, rounding_mode="floor")[:, :, None]
