@@ -41,8 +41,7 @@ def examine() -> dict[str, Any]:
         f"latent attention (MLA): token_major, read by {', '.join(STRIDED_LATENTS)}; page_major, by {BACKEND}",
         "refused: indexers (DSA), FP4 and MXFP8 caches, hierarchical cache, LMCache, FlexKV, disaggregation",
         f"attention backend {BACKEND}: GQA, sliding windows, softcap, sinks; drafts of EAGLE, EAGLE3, STANDALONE and "
-        f"NGRAM, chains and trees; not for {UNSERVED}, which SGLang gives to backends of its own lists; "
-        "drafts of NGRAM have run on a GPU, the others not yet",
+        f"NGRAM, chains and trees; not for {UNSERVED}, which SGLang gives to backends of its own lists",
     ]
     return {"found": found, "usable": True, "notes": notes}
 
