@@ -7,6 +7,7 @@ without splitting the keys; and whether all have one query, for which vLLM's dec
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ def kind(impl: PageMajorImpl) -> tuple[Any, ...]:
 def steps(page_size: int, max_seq_len: int, device: torch.device) -> Iterator[PageMajorMetadata]:
     """Of 1, 2, 4, ... queries: one sequence, whose keys are split, and as many as fit, whose keys are not.
 
-    Of one query each, with ``query_start``, as in a padded batch, and without it, as in a batch of decodes.
+    Of one query each, with ``query_start``, as in a padded batch, and without it, as in a batch of decodes. The last
+    one comes again as a prompt, for which FlashAttention 3 may be taken.
     """
     width = -(-max_seq_len // page_size)
     queries = 1
@@ -67,7 +69,7 @@ def steps(page_size: int, max_seq_len: int, device: torch.device) -> Iterator[Pa
         for batch in {1, TOKENS // queries}:
             starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
             for query_start in (starts, None) if queries == 1 else (starts,):
-                yield PageMajorMetadata(
+                step = PageMajorMetadata(
                     tokens=batch * queries,
                     query_start=query_start,
                     seq_lens=torch.full((batch,), queries, dtype=torch.int32, device=device),
@@ -75,5 +77,8 @@ def steps(page_size: int, max_seq_len: int, device: torch.device) -> Iterator[Pa
                     max_query_len=queries,
                     max_seq_len=max_seq_len,
                     causal=True,
+                    prompts=False,
                 )
+                yield step
         queries *= 2
+    yield replace(step, prompts=True)

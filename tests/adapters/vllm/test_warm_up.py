@@ -31,10 +31,13 @@ def test_the_operator_takes_every_call() -> None:
 def test_every_number_of_queries_comes_with_few_and_with_many_sequences() -> None:
     found = [(s.max_query_len, len(s.seq_lens)) for s in steps(16, 4096, torch.device("cpu"))]
     assert {q for q, _ in found} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024}
-    assert {(1, 1), (1, 1024), (64, 16), (1024, 1)} <= set(found) and len(found) == 23
+    assert {(1, 1), (1, 1024), (64, 16), (1024, 1)} <= set(found) and len(found) == 24
     alike = [len(s.seq_lens) for s in steps(16, 4096, torch.device("cpu")) if s.query_start is None]
     assert sorted(alike) == [1, 1024], "decodes"
     assert max(s.max_query_len for s in steps(16, 40, torch.device("cpu"))) == 32
+    for longest in (1024, 4096):
+        *ours, last = steps(16, longest, torch.device("cpu"))
+        assert last.prompts and last.max_query_len == 1024 and not any(s.prompts for s in ours), "each kernel of ours"
     for s in steps(16, 100, torch.device("cpu")):
         assert s.tokens == int(s.seq_lens.sum()) == (len(s.seq_lens) if s.query_start is None else s.query_start[-1])
         assert s.query_start is not None or s.max_query_len == 1
