@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -86,6 +86,8 @@ class PageMajorMetadata(AttentionMetadata):
     max_query_len: int
     max_seq_len: int
     causal: bool
+    prompts: bool
+    """Whether impl "auto" takes FlashAttention 3 for it, in layers that it can serve."""
 
 
 class PageMajorMetadataBuilder(AttentionMetadataBuilder[PageMajorMetadata]):
@@ -121,14 +123,19 @@ class PageMajorMetadataBuilder(AttentionMetadataBuilder[PageMajorMetadata]):
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
             causal=step.causal,
+            prompts=reads_prompts(step.max_query_len, step.max_seq_len),
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PageMajorMetadata:
-        """A graph of decodes runs decodes alone; one of any batch may run a single sequence of all its tokens."""
+        """A graph of decodes runs decodes alone; one of any batch may run a single sequence of all its tokens.
+
+        Neither counts as a step that reads prompts: what a graph calls is chosen once, and FlashAttention 3 would stay
+        for all batches of so many tokens, with the right results, but many short sequences among them, too.
+        """
         step = common_attn_metadata
         if self.vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
             step = step.replace(max_query_len=step.num_actual_tokens)
-        return self.build(0, step)
+        return replace(self.build(0, step), prompts=False)
 
 
 class PageMajorImpl(RopeStore, AttentionImpl[PageMajorMetadata]):
@@ -237,8 +244,7 @@ class PageMajorImpl(RopeStore, AttentionImpl[PageMajorMetadata]):
             "impl": self.settings.impl,
             "out": output[: step.tokens],
         }
-        prompts = reads_prompts(step.max_query_len, step.max_seq_len)
-        if self.settings.impl == "auto" and prompts and self._fa3_takes(call):
+        if self.settings.impl == "auto" and step.prompts and self._fa3_takes(call):
             # 16 prompts of 16384 on an H200: 1.007 of FLASH_ATTN's tokens a second, and 0.995 with our own kernels.
             call["impl"] = "fa3"
         torch.ops.pm_ops.attention_out(**call)

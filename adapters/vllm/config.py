@@ -27,7 +27,8 @@ class Settings:
         layout: of the KV cache: ``"page_major"``, or one of vLLM's block-outermost layouts ``"BLNHC"``, ``"BLHNC"``,
             ``"BHLNC"``. Either way the cache is one buffer, and a page of every layer one run of bytes in it.
         impl: of attention, as :func:`pm_ops.attention` takes it. ``"auto"`` takes FlashAttention 3, where it is there,
-            also for steps in which a sequence has 2,048 new tokens or more, or most of its keys are new.
+            also for steps outside of CUDA graphs in which a sequence has 2,048 new tokens or more, or most of its keys
+            are new.
         hybrid_blocks: of models with state layers. ``"aligned"``: vLLM makes attention blocks as large as a layer's
             state, many hundred tokens. ``"small"``: they stay at the block size that was asked for, and several layers
             share a block; prefixes are found in smaller steps, and short sequences waste less. On the CPU alone: vLLM

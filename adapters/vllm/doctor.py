@@ -60,8 +60,6 @@ def examine() -> dict[str, Any]:
         notes.append(f"fuse_rope: not here, there is no {'; no '.join(absent)}")
     if (generation, device) in hooks.NEVER_RUN:
         notes.append("never run: the adapter is written after vLLM's sources here")
-    if packed:
-        notes.append("refused here: Mamba layers (gated delta nets are not); never run: loads of PageStoreConnector")
     return {"found": found, "usable": True, "notes": notes}
 
 

@@ -149,11 +149,6 @@ def place_states(config: Any, layers: dict[str, Any]) -> None:
                 state.as_strided_(state.shape, strides, state.storage_offset() + tensor.offset // size)
 
 
-def has_mamba(config: Any) -> bool:
-    """Whether some layer of this plan keeps the states of Mamba-1 or Mamba-2."""
-    return any(spec.mamba_type.name.startswith("MAMBA") for _, spec in _specs(config) if hasattr(spec, "mamba_type"))
-
-
 class BlockZeroer:
     """Takes the place of vLLM's ``KVBlockZeroer``, which zeroes as many bytes as there are from a block's page of a
     layer to the next block's, and so a part of that one.

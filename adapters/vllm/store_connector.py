@@ -36,7 +36,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from pm_ops import PageLayout, PagePool, PageStore
 
-from . import hooks
 from .config import Settings
 from .layout import bytes_of_page, page_pools
 from .tracking import Tracked, filled, hit_source, settings_of
@@ -45,8 +44,6 @@ logger = init_logger("vllm.pm_ops.store")
 OPTIONS = ("folder", "max_bytes", "model")
 MAX_BYTES = 10 << 30
 """Of a store whose size was not given."""
-
-
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
 """The files of a model's folder that decide what it computes."""
 
@@ -117,10 +114,6 @@ class PageStoreConnector(KVConnectorBase_V1):
             raise ValueError(
                 f"PageStoreConnector: max_bytes={max_bytes}, and one block of {self.page_size} tokens is {block_bytes} "
                 "bytes; raise max_bytes"
-            )
-        if hooks.generation() == hooks.PACKED:
-            logger.warning(
-                "pm_ops: PageStoreConnector has stored blocks in this generation of vLLM, and never loaded any"
             )
         self.store = PageStore(folder, max_bytes, model=model)
         self.tracked: dict[str, Prompt] = {}
@@ -194,6 +187,7 @@ class PageStoreConnector(KVConnectorBase_V1):
         """Take the cache that the engine has allocated, as one pool."""
         layers = self._vllm_config.compilation_config.static_forward_context
         (self.pool,) = page_pools(self._kv_cache_config, layers, self.settings.layout)
+        self.pool.scatter([0], self.pool.gather([0]))  # compiles the kernels; no request is given block 0
 
     def get_handshake_metadata(self) -> Pages:
         """The layout of the pages, for the scheduler."""

@@ -7,6 +7,7 @@ without splitting the keys; and whether all have one query, for which vLLM's dec
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 from .backend import PageMajorImpl, PageMajorMetadata
 
 TOKENS = 1024
-"""Of the largest call: where the kernel for many queries has taken over, whatever the model."""
+"""Of the largest call, at least; and the most sequences of any."""
+ROWS = 1 << 15
+"""Tokens times heads of the largest call, which is of more tokens where a rank has few heads: from 16,896 on, calls of
+many queries have a program of 128 rows for each of 132 multiprocessors, and the kernels for so much work take over."""
 
 
 def warm_up(layers: dict[str, Any], dtype: torch.dtype, max_seq_len: int) -> int:
@@ -34,7 +38,8 @@ def warm_up(layers: dict[str, Any], dtype: torch.dtype, max_seq_len: int) -> int
         seen.add(kind(impl))
         cache: Tensor = layer.kv_cache
         located = impl.locate(cache)
-        for step in steps(located.page_size, max_seq_len, cache.device):
+        tokens = max(TOKENS, ROWS // impl.num_heads)
+        for step in steps(tokens, located.page_size, max_seq_len, cache.device):
             query = torch.zeros(step.tokens, impl.num_heads, impl.head_size, dtype=dtype, device=cache.device)
             output = query.new_empty(step.tokens, impl.num_heads, located.value_dim)
             impl.forward(layer, query, query, query, cache, step, output)
@@ -56,18 +61,19 @@ def kind(impl: PageMajorImpl) -> tuple[Any, ...]:
     )
 
 
-def steps(page_size: int, max_seq_len: int, device: torch.device) -> Iterator[PageMajorMetadata]:
+def steps(tokens: int, page_size: int, max_seq_len: int, device: torch.device) -> Iterator[PageMajorMetadata]:
     """Of 1, 2, 4, ... queries: one sequence, whose keys are split, and as many as fit, whose keys are not.
 
-    Of one query each, with ``query_start``, as in a padded batch, and without it, as in a batch of decodes.
+    Of one query each, with ``query_start``, as in a padded batch, and without it, as in a batch of decodes. The last
+    one comes again as a prompt, for which FlashAttention 3 may be taken.
     """
     width = -(-max_seq_len // page_size)
     queries = 1
-    while queries <= min(TOKENS, max_seq_len):
-        for batch in {1, TOKENS // queries}:
+    while queries <= min(tokens, max_seq_len):
+        for batch in {1, min(TOKENS, tokens // queries)}:
             starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
             for query_start in (starts, None) if queries == 1 else (starts,):
-                yield PageMajorMetadata(
+                step = PageMajorMetadata(
                     tokens=batch * queries,
                     query_start=query_start,
                     seq_lens=torch.full((batch,), queries, dtype=torch.int32, device=device),
@@ -75,5 +81,8 @@ def steps(page_size: int, max_seq_len: int, device: torch.device) -> Iterator[Pa
                     max_query_len=queries,
                     max_seq_len=max_seq_len,
                     causal=True,
+                    prompts=False,
                 )
+                yield step
         queries *= 2
+    yield replace(step, prompts=True)

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from pm_ops.kernels import fa3
 
 from . import hooks
-from .packed import has_mamba, pack, place_states, replace_zeroer
+from .packed import pack, place_states, replace_zeroer
 from .warm_up import warm_up
 from .worker import PageMajorWorker, logger
 
@@ -31,11 +31,6 @@ class PageMajorGPUWorker(PageMajorWorker, Worker):
             super().allocate_cache(kv_cache_config)
             return
         packed = pack(kv_cache_config)
-        if has_mamba(packed):
-            raise RuntimeError(
-                "pm_ops: Mamba layers are not supported in this generation of vLLM: on an H200, 3 of 24 prompts had "
-                "other tokens when they were run again, which stock's had not, and why is not known; run without pm_ops"
-            )
         super().allocate_cache(packed)
         place_states(packed, self.vllm_config.compilation_config.static_forward_context)
         if packed.needs_kv_cache_zeroing:

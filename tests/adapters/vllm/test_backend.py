@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm_layer import DIM, HEADS, layer
 
 import pm_ops
+from pm_ops.adapters import prompts
 from pm_ops.adapters.vllm.backend import PageMajorMetadata, PageMajorMetadataBuilder
 from pm_ops.kernels import fa3
 
@@ -69,20 +70,83 @@ def test_steps_that_the_operator_cannot_do_are_refused() -> None:
         built(step([1, 2], rswa_prefix_lens=torch.tensor([1, 1])))
 
 
-def taken(monkeypatch: pytest.MonkeyPatch, reason: str | None, impl: str) -> list[str]:
-    """The implementation that a prompt, its second half, a last short part, a decode and a draft are asked of."""
+def test_no_graph_is_captured_as_a_step_that_reads_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would call FlashAttention 3 for whatever batch it runs."""
+    monkeypatch.setattr(prompts, "CHUNK", 64)
+    for keys in (64, 4096):
+        batch = step([64]).replace(max_seq_len=keys)
+        assert built(batch).prompts, "the run in front of it, which is not captured"
+        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE):
+            graph = builder(mode).build_for_cudagraph_capture(batch)
+            assert not graph.prompts and graph.max_query_len == 64
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The implementations that layers ask the operator for."""
     calls: list[str] = []
     monkeypatch.setattr(torch.ops.pm_ops, "attention_out", lambda **call: calls.append(call["impl"]))
-    monkeypatch.setattr(fa3, "reason", lambda call: reason)
-    attention = layer(pm_ops.PagePool(pm_ops.vllm(1, 2, DIM, 4, torch.float32, "BLNHC"), 5), 0, impl=impl)
-    for queries, keys in ((40, 40), (40, 79), (40, 80), (1, 1), (16, 16)):
-        batch = step([queries]).replace(max_seq_len=keys)
-        rows = torch.zeros(queries, HEADS, DIM)
-        attention.impl.forward(attention, rows, rows, rows, attention.kv_cache, built(batch), rows.clone())
     return calls
 
 
-def test_prompts_whose_keys_are_mostly_new_go_to_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert taken(monkeypatch, None, "auto") == ["fa3", "fa3", "auto", "auto", "auto"]
-    assert taken(monkeypatch, "it is not there", "auto") == ["auto"] * 5
-    assert taken(monkeypatch, None, "triton") == ["triton"] * 5
+def pool(layers: int = 1, dtype: torch.dtype = torch.float32) -> pm_ops.PagePool:
+    return pm_ops.PagePool(pm_ops.vllm(layers, 2, DIM, 4, dtype, "BLNHC"), 5)
+
+
+def attend(layer: Any, queries: int, keys: int, dtype: torch.dtype = torch.float32) -> None:
+    rows = torch.zeros(queries, HEADS, DIM, dtype=dtype)
+    batch = built(step([queries]).replace(max_seq_len=keys))
+    layer.impl.forward(layer, rows, rows, rows, layer.kv_cache, batch, rows.clone())
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason", "expected"),
+    [
+        ("auto", None, ["fa3", "fa3", "auto", "fa3", "auto", "auto", "auto"]),
+        ("auto", "it is not there", ["auto"] * 7),
+        ("triton", None, ["triton"] * 7),
+    ],
+)
+def test_prompts_whose_keys_are_mostly_new_go_to_flash_attention_3(
+    impl: str, reason: str | None, expected: list[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt, its second half, a last short part, a long chunk, one that is too short, a decode and a draft."""
+    monkeypatch.setattr(prompts, "CHUNK", 50)
+    monkeypatch.setattr(fa3, "reason", lambda call: reason)
+    attention = layer(pool(), 0, impl=impl)
+    for queries, keys in ((40, 40), (40, 79), (40, 80), (50, 500), (49, 500), (1, 1), (16, 16)):
+        attend(attention, queries, keys)
+    assert asked == expected
+
+
+def test_each_layer_is_asked_once_whether_flash_attention_3_takes_its_prompts(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what it attends with: here layers of a window are not taken."""
+    windows: list[int] = []
+
+    def reason(call: Any) -> str | None:
+        windows.append(call.window)
+        return "windows are not there" if call.window else None
+
+    monkeypatch.setattr(fa3, "reason", reason)
+    cache = pool(2)
+    layers = layer(cache, 0, window=6), layer(cache, 1)
+    for queries in (1, 20, 40):
+        for attention in layers:
+            attend(attention, queries, queries)
+    assert asked == ["auto", "auto", *["auto", "fa3"] * 2] and windows == [6, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hopper", "expected"),
+    [(torch.bfloat16, True, "fa3"), (torch.bfloat16, False, "auto"), (torch.float32, True, "auto")],
+)
+def test_what_flash_attention_3_cannot_do_or_where_it_cannot_run_is_left_to_our_kernels(
+    dtype: torch.dtype, hopper: bool, expected: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rules themselves; the library is there, and the tensors' device is of Hopper, or it is not."""
+    monkeypatch.setattr(fa3, "library", lambda: fa3.Library(fa3.vllm_forward, has_sinks=True))
+    monkeypatch.setattr(fa3, "is_hopper", lambda device: hopper)
+    attend(layer(pool(1, dtype), 0), 40, 40, dtype)
+    assert asked == [expected]

@@ -72,6 +72,12 @@ def gated_delta_net() -> Any:
     return transformers.Qwen3NextForCausalLM(config).to(torch.bfloat16)
 
 
+def mamba2() -> Any:
+    """Falcon-H1: recurrent state and attention in every layer."""
+    states = {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 32}
+    return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**SIZES, **states, pad_token_id=0))
+
+
 def preemptions(llm: Any) -> int:
     (count,) = (metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     return count
@@ -115,6 +121,21 @@ def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_l
         engine(folder, {"layout": "BHLNC"}, **options),
     ):
         pass
+
+
+def test_mamba_2_beside_attention_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Without the prefix cache, with which vLLM's own CPU build ends at the first prompt."""
+    folder = save_tiny(mamba2(), tmp_path)
+    options = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    with engine(folder, **options) as llm:
+        assert_depends_on_context(llm, PROMPTS[3])
+        stock = tokens(generate(llm, PROMPTS))
+    with engine(folder, True, **options, num_gpu_blocks_override=10, disable_log_stats=False) as llm:
+        kinds = [pool.layout.kinds(pool.layout.layers[0]) for pool in pools(llm)]
+        assert sorted(kinds) == [("conv", "ssm"), ("key", "value")]
+        for _ in range(2):
+            assert tokens(generate(llm, PROMPTS)) == stock, "states in blocks that were keys, and the other way round"
+        assert preemptions(llm) > 0
 
 
 def test_small_hybrid_blocks_find_shorter_prefixes_and_give_the_same_tokens(tmp_path: Path) -> None:

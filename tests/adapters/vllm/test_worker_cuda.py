@@ -36,9 +36,7 @@ def test_flash_attention_3_is_looked_for_where_it_was_asked_for(loads: list[str]
 @pytest.mark.parametrize("zeroing", [False, True])
 def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
-    spec = SimpleNamespace(mamba_type=SimpleNamespace(name="GDN_ATTN"))
-    groups = [SimpleNamespace(kv_cache_spec=x, layer_names=["a layer"]) for x in (SimpleNamespace(), spec)]
-    packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_groups=groups)
+    packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing)
     monkeypatch.setattr(worker_cuda, "pack", lambda config: (done.append(("pack", config)), packed)[1])
     monkeypatch.setattr(worker_cuda, "place_states", lambda *call: done.append(("place", *call)))
     monkeypatch.setattr(worker_cuda, "replace_zeroer", lambda *call: done.append(("zero", *call)))
@@ -55,11 +53,6 @@ def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatc
     worker.allocate_cache("the plan")
     steps = [("pack", "the plan"), ("vLLM's", packed), ("place", packed, {"a": 1}), ("zero", "a runner", "a pool")]
     assert done == (steps if zeroing else steps[:3])
-    done.clear()
-    spec.mamba_type.name = "MAMBA2"
-    with pytest.raises(RuntimeError, match="Mamba layers are not supported"):
-        worker.allocate_cache("the plan")
-    assert done == [("pack", "the plan")]
 
 
 def test_our_kernels_are_compiled_before_vllm_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
