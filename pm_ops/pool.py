@@ -138,7 +138,7 @@ class PagePool:
     def view(self, layer: int, kind: str) -> Tensor:
         """A plane as a typed strided view ``[num_pages, page_size, heads, dim]``; writes go through.
 
-        A state plane gives ``[num_pages, *shape]``.
+        A state plane gives ``[num_pages, *shape]``. In compiled code it is for reading: torch refuses the writes.
         """
         plane = self.layout.plane(layer, kind)
         if plane.token_stride is not None:

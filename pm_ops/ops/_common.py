@@ -356,7 +356,12 @@ def plane_view(
     item = dtype.itemsize
     typed = buffer[: buffer.numel() // item * item].view(dtype)
     strides = (page_stride // item, token_stride // item, head_stride // item, 1)
-    return typed.as_strided((num_pages, page_size, heads, dim), strides, typed.storage_offset() + offset // item)
+    return typed.as_strided((num_pages, page_size, heads, dim), strides, (begin(buffer) + offset) // item)
+
+
+def begin(buffer: Tensor) -> int:
+    """Where a buffer begins in its storage. Compiled code cannot ask; it sees pools' alone, which begin at 0."""
+    return 0 if torch.compiler.is_compiling() else int(buffer.storage_offset())
 
 
 def bits(x: Tensor) -> Tensor:
