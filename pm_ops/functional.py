@@ -269,7 +269,7 @@ class _Recorder(TorchDispatchMode):
 def attention_call(*args: Any, **kwargs: Any) -> Attention:
     """The operator's arguments in this call of :func:`attention`, checked; nothing is computed.
 
-    Same arguments, without ``out``, and same errors.
+    Same arguments, without ``out``, and same errors, but those of what no fake tensor has: values and addresses.
     """
     if kwargs.get("out") is not None:
         raise ValueError("nothing is computed here, so there is nothing to write; call this without out")
@@ -282,7 +282,8 @@ def attention_call(*args: Any, **kwargs: Any) -> Attention:
 def attention_impl(*args: Any, **kwargs: Any) -> str:
     """What ``impl="auto"`` takes for this call of :func:`attention`, and why, as in ``"triton: a sequence has ..."``.
 
-    Same arguments, without ``out``, and same errors as :func:`attention`, which is not computed.
+    Same arguments, without ``out``, and same errors as :func:`attention`, which is not computed; but values of indices,
+    and where the buffer begins in memory, are not looked at.
     """
     return ": ".join(choose(attention_call(*args, **kwargs)))
 
