@@ -158,6 +158,10 @@ def test_a_pool_and_a_layer_stand_for_the_plane():
     rows, where = (query, key, value, g, beta), torch.tensor([0, 1])
     with pytest.raises(ValueError, match=r"make states of \[4, 5, 6\]; plane 'ssm' of layer 3 is \[4, 6, 5\]"):
         pm_ops.gated_delta_update(pool, 3, *rows, where, value_first=False)
+    for at in (1, 2):  # of key and value
+        bare = [torch.tensor(1.0) if i == at else x for i, x in enumerate(rows)]
+        with pytest.raises(ValueError, match=r"\[\].* make states of .*; plane 'ssm' of layer 3 is \[4, 6, 5\]"):
+            pm_ops.gated_delta_update(pool, 3, *bare, where)
     with pytest.raises(ValueError, match="no plane 'ssm' of layer 1"):
         pm_ops.gated_delta_update(pool, 1, *rows, where)
 
