@@ -209,7 +209,7 @@ def attention(
         RuntimeError: an input requires grad.
     """
     if out is not None and return_lse:
-        raise ValueError("attention writes to out, or returns lse, not both; leave out away")
+        raise ValueError("attention writes to out, or returns lse, not both; leave one of them away")
     key, value = pool.plane(layer, "key"), pool.plane(layer, "value")
     if query.dim() == 0 or query.shape[-1] != key.dim or value.heads != key.heads:
         raise ValueError(
