@@ -121,6 +121,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "beta": (prefill_case, {"beta": torch.zeros(3, 4, 1)}, r"beta must be \[8, 4\]"),
     "a_log alone": (update_case, {"a_log": torch.zeros(4)}, "a_log and dt_bias come together"),
     "a_log": (update_case, {"a_log": torch.zeros(2), "dt_bias": torch.zeros(4)}, r"a_log is \[2\]"),
+    "scale": (update_case, {"scale": float("nan")}, "scale=nan must be a finite number"),
     "indices": (update_case, {"state_indices": torch.zeros(3)}, "state_indices must be a 1-D int32 or int64"),
     "an index a token": (update_case, {"state_indices": torch.ones(3, 2).long()}, "a token axis"),
     "a page that is not there": (update_case, {"state_indices": torch.tensor([0, 1, 5])}, "has 5, but there are 5"),
