@@ -114,6 +114,7 @@ def register_norm_op(op: Any, adapter: Callable[..., RmsNorm | None]) -> None:
     """Let a fusion include an operator (overload, or all of a packet) that norms heads in front of their rotation.
 
     The adapter is called with the operator's arguments, fx nodes for the tensors; None: with these it is another norm.
+    Inductor's cache is of use to :class:`RopeStorePass` only if the adapter is a function that its module has by name.
     """
     NORM_OPS.update(dict.fromkeys(_overloads(op), adapter))
 
@@ -122,7 +123,8 @@ def register_rotary_op(op: Any, adapter: Callable[..., Rotate | None]) -> None:
     """Let a fusion include an operator (overload, or all of a packet) that rotates in place.
 
     In a graph that Inductor compiles the adapter is called with the operator's arguments by name, and fx nodes for the
-    tensors. There it returns None for a call that does not rotate by the whole of ``cos_sin``, query and key alike.
+    tensors. There it returns None for a call that does not rotate by the whole of ``cos_sin``, query and key alike; and
+    Inductor's cache is of use only if the adapter is a function that its module has by name, no lambda.
     """
     ROTARY_OPS.update(dict.fromkeys(_overloads(op), adapter))
 

@@ -214,19 +214,24 @@ class RopeStorePass(CustomGraphPass):
             )
 
     def uuid(self) -> str | None:
-        """Equal where compiled code may be used again; None, which keeps Inductor from that, if ``before`` has none."""
+        """Equal where compiled code may be used again; None keeps Inductor from that.
+
+        That is so where ``before`` has none, and where an operator's adapter is no function that its module has by its
+        name: nobody knows what a lambda does, or a ``functools.partial``.
+        """
         other = "" if self.before is None else _uuid_of(self.before)
         if other is None:
             return None
         found = hashlib.sha256(repr((self.geometry, self.strict, other)).encode())
         for op, to in sorted(FUSED_STORES.items(), key=_named):
             found.update(f"{op._schema} {to.fused._schema}".encode())
-        layers = {op: to.layer for op, to in FUSED_STORES.items()}
-        for operators in (layers, NORM_OPS, ROTARY_OPS):
+        for operators in (NORM_OPS, ROTARY_OPS):
             for op, adapter in sorted(operators.items(), key=_named):
-                found.update(f"{op} {adapter.__module__}.{getattr(adapter, '__qualname__', type(adapter))}".encode())
-                file = getattr(sys.modules.get(adapter.__module__), "__file__", None)
-                found.update(b"" if file is None else Path(file).read_bytes())
+                file = _file_of(adapter)
+                if file is None:
+                    return None
+                found.update(f"{op} {adapter.__module__}.{adapter.__qualname__}".encode())
+                found.update(file.read_bytes())
         for path in self.sources():
             found.update(path.read_bytes())
         return found.hexdigest()
@@ -240,6 +245,17 @@ class RopeStorePass(CustomGraphPass):
 def _named(registered: tuple[Any, Any]) -> str:
     """Of an operator and what it is registered with, the operator's name."""
     return str(registered[0])
+
+
+def _file_of(function: Any) -> Path | None:
+    """Where a function is written that its module has by its name; None for any other."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    try:
+        known = operator.attrgetter(function.__qualname__)(module)
+    except AttributeError:
+        return None
+    file = getattr(module, "__file__", None)
+    return Path(file) if file is not None and known is function else None
 
 
 def _uuid_of(given: Any) -> Any:

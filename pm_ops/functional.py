@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .explain import explained
 from .layout import counted
+from .ops._quantise import Scale, scale_arguments
 from .ops.attention import Attention
 from .ops.attention_choice import choose
 from .pool import PagePool
-
-Scale = float | Tensor
 
 
 @explained
@@ -138,7 +137,6 @@ def load_kv(
     ``scales=True`` that is each row's own scale.
     """
     geometry, heads, dim, dtype, scales = pool.plane(layer, kind)
-    number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     return torch.ops.pm_ops.load_kv.default(
         pool.buffer,
         slots,
@@ -147,8 +145,7 @@ def load_kv(
         heads,
         dim,
         dtype,
-        number,
-        tensor,
+        *scale_arguments(scale),
         out_dtype,
         None if out_dtype is None else scales,
     )
@@ -212,9 +209,9 @@ def attention(
         RuntimeError: an input requires grad.
     """
     if out is not None and return_lse:
-        raise ValueError("attention writes to out, or returns lse, not both; leave out away")
+        raise ValueError("attention writes to out, or returns lse, not both; leave one of them away")
     key, value = pool.plane(layer, "key"), pool.plane(layer, "value")
-    if query.shape[-1] != key.dim or value.heads != key.heads:
+    if query.dim() == 0 or query.shape[-1] != key.dim or value.heads != key.heads:
         raise ValueError(
             f"query is {list(query.shape)}; layer {layer} has keys of {counted(key.heads, 'head')} x {key.dim} and "
             f"values of {counted(value.heads, 'head')} x {value.dim}: query's last axis must be the key's, and their "
@@ -257,32 +254,33 @@ def attention(
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the arguments of a call of the attention operator, and makes none."""
+    """Keeps the arguments of a call of the attention operator, checked, and makes none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.pm_ops.attention.default:
             return func(*args, **kwargs or {})
         self.call = Attention(*args, **kwargs or {})
+        self.call.check()
         return args[1], args[1]
 
 
 def attention_call(*args: Any, **kwargs: Any) -> Attention:
     """The operator's arguments in this call of :func:`attention`, checked; nothing is computed.
 
-    Same arguments, without ``out``, and same errors.
+    Same arguments, without ``out``, and same errors, but those of what no fake tensor has: values and addresses.
     """
     if kwargs.get("out") is not None:
         raise ValueError("nothing is computed here, so there is nothing to write; call this without out")
     with _Recorder() as recorder:
         attention(*args, **kwargs)
-    recorder.call.check()
     return recorder.call
 
 
 def attention_impl(*args: Any, **kwargs: Any) -> str:
     """What ``impl="auto"`` takes for this call of :func:`attention`, and why, as in ``"triton: a sequence has ..."``.
 
-    Same arguments, without ``out``, and same errors as :func:`attention`, which is not computed.
+    Same arguments, without ``out``, and same errors as :func:`attention`, which is not computed; but values of indices,
+    and where the buffer begins in memory, are not looked at.
     """
     return ": ".join(choose(attention_call(*args, **kwargs)))
 
@@ -311,7 +309,6 @@ def _rows_plane(
 
 
 def _scale_arguments(key_scale: Scale, value_scale: Scale) -> tuple[float, float, Tensor | None, Tensor | None]:
-    """Floats and device tensors, in the schemas' order; a float goes with no tensor, a tensor with 1.0."""
-    key, key_tensor = (1.0, key_scale) if isinstance(key_scale, Tensor) else (key_scale, None)
-    value, value_tensor = (1.0, value_scale) if isinstance(value_scale, Tensor) else (value_scale, None)
+    """Of key and value, in the schemas' order."""
+    (key, key_tensor), (value, value_tensor) = scale_arguments(key_scale), scale_arguments(value_scale)
     return key, value, key_tensor, value_tensor

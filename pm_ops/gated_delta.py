@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .explain import explained
 from .pool import PagePool
-from .state import StatePlane, state_plane
+from .state import StatePlane, require_shape, state_plane
 
 
 @explained
@@ -134,11 +134,7 @@ def gated_delta_prefill(
 def _plane(pool: PagePool, layer: int, kind: str, value: Tensor, key: Tensor, value_first: bool) -> StatePlane:
     """The layer's plane, which holds states of these heads and dims."""
     plane = state_plane(pool, layer, kind)
-    dims = (value.shape[-1], key.shape[-1])
-    wanted = (value.shape[-2], *(dims if value_first else dims[::-1]))
-    if plane.shape != wanted:
-        raise ValueError(
-            f"value {list(value.shape)} and key {list(key.shape)} with value_first={value_first} make states of "
-            f"{list(wanted)}; plane {kind!r} of layer {layer} is {list(plane.shape)}"
-        )
+    heads, dims = value.shape[-2:-1], (*value.shape[-1:], *key.shape[-1:])
+    what = f"value {list(value.shape)} and key {list(key.shape)} with value_first={value_first}"
+    require_shape(plane, layer, kind, (*heads, *(dims if value_first else dims[::-1])), what)
     return plane

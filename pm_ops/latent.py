@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .explain import explained
+from .ops._quantise import Scale, scale_arguments
 from .pool import PagePool, PoolPlane
-
-Scale = float | Tensor
 
 
 @explained
@@ -38,7 +37,7 @@ def store_latent(
         raise ValueError(f"latent rows are {got}, layer {layer} holds rows of {plane.dim}, whole or in two parts")
     offset, *strides = plane.geometry
     second = None if rope is None else [offset + latent.shape[1] * plane.dtype.itemsize, *strides]
-    number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
+    number, tensor = scale_arguments(scale)
     torch.ops.pm_ops.store_kv.default(
         pool.buffer,
         latent[:, None],
@@ -113,9 +112,8 @@ def mla_attention(
         RuntimeError: an input requires grad.
     """
     plane = _latent(pool, layer)
-    if query.shape[-1] != plane.dim:
+    if query.dim() == 0 or query.shape[-1] != plane.dim:
         raise ValueError(f"query is {list(query.shape)}; layer {layer} has latent rows of {plane.dim}")
-    number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     out, lse = torch.ops.pm_ops.mla_attention.default(
         pool.buffer,
         query,
@@ -128,8 +126,7 @@ def mla_attention(
         plane.dtype,
         softmax_scale,
         causal,
-        number,
-        tensor,
+        *scale_arguments(scale),
         max_query_len,
         return_lse,
         max_seq_len,
@@ -142,4 +139,6 @@ def _latent(pool: PagePool, layer: int) -> PoolPlane:
     plane = pool.plane(layer, "latent")
     if plane.heads != 1:
         raise ValueError(f"layer {layer}'s latent plane has {plane.heads} heads; latent rows have one")
+    if plane.scales is not None:
+        raise ValueError(f"layer {layer} has a scale for each latent row, which is not supported; leave that plane out")
     return plane

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -99,24 +99,21 @@ class PageLayout:
     page_bytes: int
     planes: tuple[Plane, ...]
     name: str = "custom"
+    _by_key: dict[tuple[int, str], Plane] = field(init=False, repr=False)
+    _identity: tuple[int, int, frozenset[Plane]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "planes", tuple(self.planes))
         _validate(self)
+        # no cached_property: its lock, up to Python 3.11, cannot be traced where a first call is a compiled one
+        object.__setattr__(self, "_by_key", {(p.layer, p.kind): p for p in self.planes})
+        object.__setattr__(self, "_identity", (self.page_size, self.page_bytes, frozenset(self.planes)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PageLayout) and self._identity == other._identity
 
     def __hash__(self) -> int:
         return hash(self._identity)
-
-    @cached_property
-    def _identity(self) -> tuple[int, int, frozenset[Plane]]:
-        return self.page_size, self.page_bytes, frozenset(self.planes)
-
-    @cached_property
-    def _by_key(self) -> dict[tuple[int, str], Plane]:
-        return {(p.layer, p.kind): p for p in self.planes}
 
     def plane(self, layer: int, kind: str) -> Plane:
         """The plane of a layer. Raises ValueError, naming the planes the layer has."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from .allocator import PageAllocator
 from .capture import refuse_capture
 from .layout import PageLayout, Plane, counted, dtype_name
-from .ops._common import plane_view
+from .ops._common import page_ids, plane_view
 from .ops.pages import page_view
 
 
@@ -138,7 +138,7 @@ class PagePool:
     def view(self, layer: int, kind: str) -> Tensor:
         """A plane as a typed strided view ``[num_pages, page_size, heads, dim]``; writes go through.
 
-        A state plane gives ``[num_pages, *shape]``.
+        A state plane gives ``[num_pages, *shape]``. In compiled code it is for reading: torch refuses the writes.
         """
         plane = self.layout.plane(layer, kind)
         if plane.token_stride is not None:
@@ -216,9 +216,7 @@ class PagePool:
             return ids
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
             refuse_capture("ids in a list are copied to the GPU; pass a tensor that is there", self.device)
-        found = torch.tensor(ids, device=self.device)
-        whole = not (found.is_floating_point() or found.dtype == torch.bool)  # the operators refuse the others
-        return found.to(torch.int64) if whole or not found.numel() else found
+        return torch.tensor(page_ids(ids, "ids"), dtype=torch.int64, device=self.device)
 
     def _check_geometry(self) -> None:
         if self.num_pages < 1 + self.reserve_null:

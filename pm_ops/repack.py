@@ -178,7 +178,7 @@ class RepackPlan:
                 this is the plan's first run on the device.
         """
         for name, pool, layout in (("source", source, self.source), ("target", target, self.target)):
-            if pool.layout is not layout and pool.layout != layout:  # the first is enough where it is compiled
+            if pool.layout is not layout and pool.layout != layout:  # the first is sooner known
                 raise ValueError(
                     f"the {name} pool's pages are not the plan's: {pool!r} for {layout.name}, {layout.page_bytes} B, "
                     f"{counted(layout.page_size, 'token')} a page; make a plan of the pools' layouts"

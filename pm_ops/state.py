@@ -32,7 +32,8 @@ def state_plane(pool: PagePool, layer: int, kind: str) -> StatePlane:
     return StatePlane(pool.geometry(layer, kind), plane.shape, plane.dtype)
 
 
-def _require_shape(plane: StatePlane, layer: int, kind: str, wanted: tuple[int, ...], what: str) -> None:
+def require_shape(plane: StatePlane, layer: int, kind: str, wanted: tuple[int, ...], what: str) -> None:
+    """Raise ValueError where a plane holds states of another shape than the arguments make."""
     if plane.shape != wanted:
         raise ValueError(
             f"{what} make states of {list(wanted)}; plane {kind!r} of layer {layer} is {list(plane.shape)}"
@@ -71,7 +72,7 @@ def conv1d_update(
         RuntimeError: an input requires grad.
     """
     plane = state_plane(pool, layer, kind)
-    _require_shape(plane, layer, kind, _conv_state(weight), f"filters {list(weight.shape)}")
+    require_shape(plane, layer, kind, _conv_state(weight), f"filters {list(weight.shape)}")
     return torch.ops.pm_ops.conv1d_update.default(
         pool.buffer, x, weight, state_indices, plane.geometry, plane.dtype, bias, silu, num_accepted
     )
@@ -105,7 +106,7 @@ def conv1d_prefill(
     Returns ``[T, dim]``, fresh, zeros for padding. Raises as :func:`conv1d_update`.
     """
     plane = state_plane(pool, layer, kind)
-    _require_shape(plane, layer, kind, _conv_state(weight), f"filters {list(weight.shape)}")
+    require_shape(plane, layer, kind, _conv_state(weight), f"filters {list(weight.shape)}")
     return torch.ops.pm_ops.conv1d_prefill.default(
         pool.buffer, x, weight, query_start, state_indices, plane.geometry, plane.dtype, bias, silu, has_initial_state
     )
@@ -196,5 +197,5 @@ def _conv_state(weight: Tensor) -> tuple[int, ...]:
 def _ssm_plane(pool: PagePool, layer: int, kind: str, x: Tensor, B: Tensor) -> StatePlane:
     plane = state_plane(pool, layer, kind)
     what = f"x {list(x.shape)} and B {list(B.shape)}"
-    _require_shape(plane, layer, kind, (*x.shape[-2:], *B.shape[-1:]), what)
+    require_shape(plane, layer, kind, (*x.shape[-2:], *B.shape[-1:]), what)
     return plane

@@ -26,7 +26,7 @@ class MovePages:
     """Arguments of the kernel: ``nbytes`` of every page, from ``near`` to ``far`` (``out``) or back.
 
     Args:
-        near, far: uint8 buffers: a GPU's, and a pinned one of the host.
+        near, far: uint8 buffers: a GPU's, and a pinned one of the host. They may begin anywhere.
         pairs: pinned int64 ``[n, 2]``: the page in ``near`` and the one in ``far``. Stays as it is until the kernel has
             run.
         starts: where page 0 has these bytes, in ``near`` and in ``far``.

@@ -79,6 +79,16 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return (y if weight is None else y * weight).to(x.dtype)
 
 
+def norm_of(x: Any, weight: Any, eps: float) -> RmsNorm | None:
+    return None if weight is None else RmsNorm(x, weight, eps)
+
+
+def rotation_of(
+    positions: Any, query: Any, key: Any, head_size: int, cache: Any, is_neox: bool, skip: int = 0
+) -> Rotate | None:
+    return None if skip else Rotate(query, key, positions, cache, head_size, not is_neox)
+
+
 @contextmanager
 def operators() -> Iterator[Any]:
     """The engine's operators, registered: layers by name, as vLLM's."""
@@ -105,14 +115,9 @@ def operators() -> Iterator[Any]:
         torch.library.register_fake(f"pm_test_engine::{name}", lambda *a: None, lib=library)
     torch.library.register_fake("pm_test_engine::norm", lambda x, *a: x.new_empty(x.shape), lib=library)
     engine = torch.ops.pm_test_engine
-    register_norm_op(engine.norm, lambda x, weight, eps: None if weight is None else RmsNorm(x, weight, eps))
+    register_norm_op(engine.norm, norm_of)
     register_fused_store(engine.store, engine.fused.default, lambda n: f"layer {n.args[-1]}")
-    register_rotary_op(
-        engine.rotary,
-        lambda positions, query, key, head_size, cache, is_neox, skip=0: (
-            None if skip else Rotate(query, key, positions, cache, head_size, not is_neox)
-        ),
-    )
+    register_rotary_op(engine.rotary, rotation_of)
     yield engine
     for known in (FUSED_STORES, NORM_OPS, ROTARY_OPS):
         for op in (engine.store.default, engine.rotary.default, engine.norm.default):

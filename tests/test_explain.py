@@ -91,6 +91,15 @@ def test_only_what_may_be_absent_may_be_none() -> None:
     pm_ops.store_kv(**{**good("store_kv"), "value": None})
 
 
+def test_a_query_without_axes_and_an_absent_table_are_refused_where_only_the_choice_is_asked_for_too() -> None:
+    arguments = good("attention")
+    for call in (pm_ops.attention, pm_ops.attention_impl):
+        with pytest.raises(ValueError, match=r"query is \[\]; layer 0 has keys"):
+            call(**{**arguments, "query": torch.tensor(1.0)})
+        with pytest.raises(ValueError, match="page_table must be a tensor on cpu, got NoneType"):
+            call(**{**arguments, "page_table": None})
+
+
 def test_other_errors_stay_what_they_are() -> None:
     arguments = good("store_kv")
     with pytest.raises(RuntimeError, match="key requires grad"):

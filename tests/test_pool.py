@@ -324,6 +324,16 @@ def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
             call()
 
 
+@pytest.mark.parametrize("ids", [None, "12", 1.5, [1.5], [True], [None], ["1"], [[1]], [1, [2]]])
+def test_what_is_no_list_of_integers_is_refused(ids: Any) -> None:
+    pool = PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 4)
+    fill_random(pool.buffer)
+    calls = (pool.gather, pool.zero, lambda i: pool.copy(i, [0]), lambda i: pool.copy_slots([0], i))
+    for call in calls:
+        with writes_only(pool.buffer, []), pytest.raises(ValueError, match="^ids must be a list of integers or a 1-D"):
+            call(ids)
+
+
 def test_a_list_of_ids_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         pool = PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 2, buffer=torch.empty(512, dtype=torch.uint8))

@@ -113,7 +113,7 @@ class LatentAttnBackend(PageMajorAttnBackend):
         if self.prompts is None:
             self.prompts = prompts_of(step.seq_lens, forward_batch.extend_seq_lens_cpu)
         prompts, heads = self.prompts, k.shape[1]
-        planes, end = [], 0
+        planes, end = [], 0  # no PagePool: making one copies a table to the GPU, which waits, in every layer
         for rows in (k, v):
             head = rows.shape[2] * rows.dtype.itemsize
             planes.append([end, PAGE * heads * head, heads * head, head, prompts.num_pages])

@@ -1,7 +1,8 @@
 """What the kernels share: the slot address, the sequence of a block, the names of dtypes in Triton, and the device.
 
 Kernels take the pool's uint8 buffer and strides in bytes, as the ops do, and cast an address to the plane's dtype last.
-So the compiler sees which strides are multiples of 16 and vectorises where the geometry allows it; nothing is assumed.
+So the compiler sees which strides are multiples of 16 and vectorises where the geometry allows it. That buffers begin
+at a multiple of 16 bytes is taken as given: operators refuse others before they launch a kernel.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def conv1d_update(a: Conv1dUpdate) -> Tensor:
     x = a.x if a.x.dim() == 3 else a.x.unsqueeze(1)
     taps = (*a.weight.stride(), 0 if a.bias is None else a.bias.stride(0))
     each_token, width = a.state_indices.dim() == 2, a.weight.shape[1]
-    words = (a.buffer.data_ptr() | a.weight.data_ptr()) % 16 == 0 and a.weight.dtype.itemsize == 2
+    words = a.weight.data_ptr() % 16 == 0 and a.weight.dtype.itemsize == 2
     run = _update_launch(
         x.shape, x.stride(), width, taps, tuple(a.state_plane), a.state_dtype, each_token, a.silu, words
     )
@@ -219,7 +219,7 @@ def _update_launch(
     """The launch of rows ``[N, T, dim]``; ``taps``: strides of the filter and of the bias.
 
     It is in words of 16 bytes where states and filters are 16-bit numbers without gaps, in rows that begin at multiples
-    of 16 bytes. ``words``: the filters are 16-bit numbers, and they and the buffer begin there.
+    of 16 bytes. ``words``: the filters are 16-bit numbers and begin there.
     """
     (sequences, tokens, dim), (most, warps) = rows, _UPDATE
     offset, page_stride, _, head_stride, num_pages = plane

@@ -140,7 +140,10 @@ def reason(a: Attention) -> str | None:
         (not a.window, "its sliding window reads page ids and values before the window, which may be gone"),
         (a.softmax_scale > 0, f"softmax_scale={a.softmax_scale} is not positive"),
         (_takes_dims(dim, a.value_dim), f"it takes no head dims {dim} and {a.value_dim}"),
-        (_is_aligned(a), "it takes planes whose offset and strides are multiples of 16 bytes"),
+        (
+            not any(n % 16 for plane in (a.key_plane, a.value_plane) for n in plane[:4]),
+            "it takes planes whose offset and strides are multiples of 16 bytes",
+        ),
         (a.page_table.shape[1] * a.page_size <= _MAX_INT, "it counts keys in 32 bits"),
         (
             a.sinks is None or (a.sinks.dtype == torch.bfloat16 and heads <= 64 and dim == a.value_dim),
@@ -161,14 +164,6 @@ def _takes_dims(key: int, value: int) -> bool:
     if key % 8 or value % 8 or key < 8:
         return False
     return key <= 256 if key == value else 128 < key <= 192 and 96 < value <= 128
-
-
-def _is_aligned(a: Attention) -> bool:
-    return all(
-        number % 16 == 0
-        for plane in (a.key_plane, a.value_plane)
-        for number in (a.buffer.data_ptr() + plane[0], *plane[1:4])
-    )
 
 
 def attention(a: Attention) -> tuple[Tensor, Tensor]:

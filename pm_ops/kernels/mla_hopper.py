@@ -178,7 +178,7 @@ def reason(a: MLAAttention) -> str | None:
         ),
         (a.query.stride(2) == 1, lambda: "it takes queries whose elements lie side by side"),
         (
-            a.buffer.data_ptr() % 16 == 0 and not any(n % 16 for n in a.latent_plane[:4]),
+            not any(n % 16 for n in a.latent_plane[:4]),
             lambda: "it takes a plane whose offset and strides are multiples of 16 bytes",
         ),
         (is_hopper(a.query.device), lambda: "it is for compute capability 9.x"),

@@ -155,9 +155,9 @@ def _copy_words(source, target, words, WORD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _copy_run(source, at, target, to, nbytes, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_run(source, at, target, to, nbytes, BLOCK: tl.constexpr):
     """A run of bytes from `source + at` to `target + to`."""
-    if ((at | to | nbytes) % 16 == 0) & ALIGNED:
+    if (at | to | nbytes) % 16 == 0:
         # written so that the compiler sees the multiples of 16; a hint on `at` would hold in the other branch too
         _copy_words(source + at // 16 * 16, target + to // 16 * 16, nbytes // 16 * 2, tl.int64, BLOCK // 8)
     else:
@@ -167,8 +167,8 @@ def _copy_run(source, at, target, to, nbytes, ALIGNED: tl.constexpr, BLOCK: tl.c
 @triton.jit(do_not_specialize=["count", "num_runs", "parts"])
 def _copy_slots(
     buffer, rows, src, dst, staged, runs, count, num_runs, parts, capacity: tl.int64, base: tl.int64,
-    page_stride: tl.int64, row_bytes: tl.int64, SECOND: tl.constexpr, ALIGNED: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    RUNS: tl.constexpr, BLOCK: tl.constexpr
+    page_stride: tl.int64, row_bytes: tl.int64, SECOND: tl.constexpr, PAGE_SIZE: tl.constexpr, RUNS: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     for part in tl.range(tl.program_id(0), _parts(staged, count, parts, SECOND), tl.num_programs(0)):
         i = (part // num_runs).to(tl.int64)
@@ -188,17 +188,20 @@ def _copy_slots(
                 nbytes = tl.where(place + nbytes <= row_bytes, nbytes, 0)
                 place += i * row_bytes
                 if SECOND:
-                    _copy_run(rows, place, buffer, to, nbytes, ALIGNED, BLOCK)
+                    _copy_run(rows, place, buffer, to, nbytes, BLOCK)
                 else:
-                    _copy_run(buffer, at, rows, place, nbytes, ALIGNED, BLOCK)
+                    _copy_run(buffer, at, rows, place, nbytes, BLOCK)
             elif not SECOND:
-                _copy_run(buffer, at, buffer, to, nbytes, ALIGNED, BLOCK)
+                _copy_run(buffer, at, buffer, to, nbytes, BLOCK)
 
 
 def _words(a: PageVerb, rows: Tensor | None) -> tuple[int, dict[str, object]]:
-    """Programs a page, and the launch's constants: the widest word that divides every address."""
+    """Programs a page, and the launch's constants: the widest word that divides every address.
+
+    Rows may begin anywhere; of buffers the operators take those that begin at a multiple of 16 bytes.
+    """
     base, page_stride, page_bytes, _ = a.region
-    width = math.gcd(base, page_stride, page_bytes, a.buffer.data_ptr(), rows.data_ptr() if rows is not None else 0, 8)
+    width = math.gcd(base, page_stride, page_bytes, 0 if rows is None else rows.data_ptr(), 8)
     count = page_bytes // width
     block = min(_PAGE_WORDS, next_power_of_2(count))
     words = {"WORD": WORDS[width], "WORD_BYTES": width, "BLOCK": block, "num_warps": max(block // _WARP_WORDS, 1)}
@@ -279,6 +282,6 @@ def copy_slots(a: CopySlots) -> None:
         programs = min(parts, _SECOND_WARPS // _RUN_WARPS) if second else parts
         launch(
             _copy_slots, (programs,), a.buffer, rows, src, dst, staged, runs, count, num_runs, parts, capacity, base,
-            page_stride, row_bytes, SECOND=second, ALIGNED=a.buffer.data_ptr() % 16 == 0, PAGE_SIZE=a.page_size,
-            RUNS=next_power_of_2(num_runs), BLOCK=_RUN_BLOCK, num_warps=_RUN_WARPS,
+            page_stride, row_bytes, SECOND=second, PAGE_SIZE=a.page_size, RUNS=next_power_of_2(num_runs),
+            BLOCK=_RUN_BLOCK, num_warps=_RUN_WARPS,
         )  # fmt: skip

@@ -171,7 +171,7 @@ def repack_pages(a: RepackPages) -> None:
     exponent, mantissa = (0, 0) if a.src_dtype is None else _EXPONENT_AND_MANTISSA[a.src_dtype]
     dst_exponent = 0 if a.dst_dtype is None else _EXPONENT_AND_MANTISSA[a.dst_dtype][0]
     options = {"maxnreg": _REGISTERS} if exponent else {}
-    low = a.source.data_ptr() | a.target.data_ptr() | src_base | dst_base | src_stride | dst_stride
+    low = src_base | dst_base | src_stride | dst_stride
     with on_device(a.source), writes_to(a.source.device, a.target.device):
         _repack_pages[(parts * blocks,)](
             a.source, a.target, a.src_pages.contiguous(), a.dst_pages.contiguous(), a.runs.contiguous(), a.tokens,

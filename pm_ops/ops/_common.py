@@ -208,10 +208,10 @@ def require_query_start(query_start: Tensor, batch: int | torch.SymInt, device: 
     )
 
 
-def page_ids(pages: Tensor | Iterable[int]) -> list[int]:
-    """Page ids as a list, for the host. Raises ValueError for what is no list of integers: nothing is rounded."""
+def page_ids(pages: Tensor | Iterable[int], name: str = "pages") -> list[int]:
+    """Ids as a list, for the host. Raises ValueError for what is no list of integers: nothing is rounded."""
     if isinstance(pages, Tensor):
-        require_indices("pages", pages, pages.device)
+        require_indices(name, pages, pages.device)
         return pages.tolist()
     try:
         ids = list(pages)
@@ -219,7 +219,7 @@ def page_ids(pages: Tensor | Iterable[int]) -> list[int]:
             raise TypeError
         return list(map(operator.index, ids))
     except TypeError:
-        raise ValueError(f"pages must be a list of integers or a 1-D tensor of them, got {pages!r:.100}") from None
+        raise ValueError(f"{name} must be a list of integers or a 1-D tensor of them, got {pages!r:.100}") from None
 
 
 def require_device(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -230,13 +230,17 @@ def require_device(name: str, tensor: Tensor, device: torch.device) -> None:
 def require_plane(
     name: str, nbytes: int, plane: Sequence[int], page_size: int, heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    """``{name}_plane`` has five numbers, is aligned to its dtype, lies in the buffer, and its heads do not overlap."""
+    """A plane has five numbers, is aligned to its dtype, lies in the buffer, and its heads do not overlap.
+
+    Its argument is ``{name}_plane``, or without a name ``plane``.
+    """
     if dtype not in PLANE_DTYPES:
         supported = ", ".join(map(dtype_name, PLANE_DTYPES))
-        raise ValueError(f"{name} dtype {dtype_name(dtype)} is not supported; use one of {supported}")
+        raise ValueError(f"{name} dtype {dtype_name(dtype)} is not supported; use one of {supported}".lstrip())
+    argument = f"{name}_plane" if name else "plane"
     if len(plane) != 5:
         names = "[offset, page_stride, token_stride, head_stride, num_pages]"
-        raise ValueError(f"{name}_plane must be {names}, got {list(plane)}")
+        raise ValueError(f"{argument} must be {names}, got {list(plane)}")
     offset, page_stride, token_stride, head_stride, num_pages = plane
     item = dtype.itemsize
     end = (
@@ -262,7 +266,7 @@ def require_plane(
             torch._check_value(
                 holds,
                 lambda: (
-                    f"{name}_plane {list(plane)} does not hold pages of {page_size} x {heads} heads x {dim} "
+                    f"{argument} {list(plane)} does not hold pages of {page_size} x {heads} heads x {dim} "
                     f"{dtype_name(dtype)} in a buffer of {nbytes} bytes: offset and strides must be multiples of "
                     f"{item}, none negative, and strides over several pages or tokens not 0 either; heads must not "
                     f"overlap; and the last element ends at byte {end}"
@@ -356,7 +360,12 @@ def plane_view(
     item = dtype.itemsize
     typed = buffer[: buffer.numel() // item * item].view(dtype)
     strides = (page_stride // item, token_stride // item, head_stride // item, 1)
-    return typed.as_strided((num_pages, page_size, heads, dim), strides, typed.storage_offset() + offset // item)
+    return typed.as_strided((num_pages, page_size, heads, dim), strides, (begin(buffer) + offset) // item)
+
+
+def begin(buffer: Tensor) -> int:
+    """Where a buffer begins in its storage. Compiled code cannot ask; it sees pools' alone, which begin at 0."""
+    return 0 if torch.compiler.is_compiling() else int(buffer.storage_offset())
 
 
 def bits(x: Tensor) -> Tensor:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Scale = float | Tensor
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 """The 8-bit dtypes, which saturate, and the largest number that is stored in each."""
 TINY = torch.finfo(torch.float32).tiny
+
+
+def scale_arguments(scale: Scale) -> tuple[float, Tensor | None]:
+    """A scale as the schemas take it: a float goes with no tensor, a tensor with 1.0."""
+    return (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
 
 
 def scale_value(scale: float, tensor: Tensor | None) -> float | Tensor:

@@ -136,8 +136,8 @@ class Attention:
     def check(self) -> None:
         if torch.is_grad_enabled():
             self._check_no_grad()
-        device, nbytes = self.buffer.device, self.buffer.shape[0]
         require_batch(self)
+        device, nbytes = self.buffer.device, self.buffer.shape[0]
         tokens, heads, dim = self.query.shape
         batch = self.seq_lens.shape[0]
         require(
@@ -278,6 +278,8 @@ class AttentionOut(Attention):
 
     def check(self) -> None:
         Attention.check(self)
+        if torch.is_grad_enabled():
+            require_no_grad("attention_out", out=self.out)
         shape, out = (*self.query.shape[:2], self.value_dim), self.out
         require_device("out", out, self.buffer.device)
         if out.dim() != 3 or out.dtype != self.query.dtype or not out.is_contiguous():

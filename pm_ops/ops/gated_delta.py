@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ._common import define, describe, require, require_buffer, require_device, require_no_grad
+from ._common import define, describe, require, require_buffer, require_device, require_finite, require_no_grad
 from ._state import (
     require_rows,
     require_sequence_values,
@@ -158,6 +158,7 @@ def _check(op: str, a: GatedDeltaUpdate | GatedDeltaPrefill) -> None:
         (key_dim >= 1) & (key_dim <= LARGEST_DIM) & (value_dim >= 1) & (value_dim <= LARGEST_DIM),
         lambda: f"key and value dims are {key_dim} and {value_dim}; supported are 1 to {LARGEST_DIM}",
     )
+    require_finite(scale=a.scale)
     require_state_plane("state", a.buffer.shape[0], a.state_plane, _state_shape(a), a.state_dtype)
     require_device("state_indices", a.state_indices, device)
 

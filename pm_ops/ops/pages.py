@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ._common import (
+    begin,
     define,
     describe,
     require,
@@ -52,7 +53,7 @@ def _require_pairs(src: Tensor, dst: Tensor, device: torch.device) -> None:
 def page_view(buffer: Tensor, region: Sequence[int]) -> Tensor:
     """The pages as uint8 ``[num_pages, page_bytes]``, a view."""
     base, page_stride, page_bytes, num_pages = region
-    return buffer.as_strided((num_pages, page_bytes), (page_stride, 1), buffer.storage_offset() + base)
+    return buffer.as_strided((num_pages, page_bytes), (page_stride, 1), begin(buffer) + base)
 
 
 def run_view(
@@ -60,7 +61,7 @@ def run_view(
 ) -> Tensor:
     """A run of every slot as uint8 ``[num_pages, page_size, nbytes]``, a view."""
     base, page_stride, _, num_pages = region
-    start = buffer.storage_offset() + base + offset
+    start = begin(buffer) + base + offset
     return buffer.as_strided((num_pages, page_size, nbytes), (page_stride, token_stride, 1), start)
 
 

@@ -66,8 +66,8 @@ class StoreKV:
         if torch.is_grad_enabled():
             scales = {"key_scale_tensor": self.key_scale_tensor, "value_scale_tensor": self.value_scale_tensor}
             require_no_grad("store_kv", key=self.key, value=self.value, **scales)
-        device, nbytes = self.buffer.device, self.buffer.shape[0]
         require_buffer(self.buffer)
+        device, nbytes = self.buffer.device, self.buffer.shape[0]
         require_indices("slots", self.slots, device)
         if self.key is None and self.value is None:
             raise ValueError("store_kv needs a key, a value, or both; got neither")
@@ -169,10 +169,10 @@ class LoadKV:
     def check(self) -> None:
         if torch.is_grad_enabled():
             require_no_grad("load_kv", scale_tensor=self.scale_tensor)
-        device, nbytes = self.buffer.device, self.buffer.shape[0]
         require_buffer(self.buffer)
+        device, nbytes = self.buffer.device, self.buffer.shape[0]
         require_indices("slots", self.slots, device)
-        require_plane("the", nbytes, self.plane, self.page_size, self.heads, self.dim, self.dtype)
+        require_plane("", nbytes, self.plane, self.page_size, self.heads, self.dim, self.dtype)
         scaled = self.scale_plane is not None or self.scale_tensor is not None or self.scale != 1.0
         if scaled or self.out_dtype is not None:
             require_scale("scale", self.scale, self.scale_tensor, self.scale_plane, self.dtype, device)

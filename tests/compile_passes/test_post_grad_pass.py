@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 import sys
@@ -18,6 +19,7 @@ from rotary_engine import (
     Model,
     in_place,
     inputs,
+    norm_of,
     operators,
     plain,
 )
@@ -102,6 +104,25 @@ def test_uuid_is_of_the_adapters_of_operators_too(operators: Any, tmp_path: Path
     assert rope.uuid() == known[-1]
     file.write_text(file.read_text() + "# changed\n")
     assert len({*known, rope.uuid()}) == 5
+
+
+@pytest.mark.parametrize("operators", [NORM_OPS, ROTARY_OPS])
+def test_code_of_adapters_that_nobody_can_tell_apart_is_not_used_again(operators: Any, monkeypatch: Any) -> None:
+    """Two lambdas of a line have one name in one file."""
+    rope, op = RopeStorePass("page 16"), torch.ops.aten.sin.default
+    unnamed = (
+        lambda *args: None,
+        functools.partial(norm_of, eps=1e-5),
+        functools.partial(norm_of, eps=1e-6),
+        Other("a"),
+    )
+    for adapter in unnamed:
+        monkeypatch.setitem(operators, op, adapter)
+        assert rope.uuid() is None
+    monkeypatch.setitem(operators, op, norm_of)
+    assert rope.uuid() is not None
+    monkeypatch.setattr("rotary_engine.norm_of", lambda *args: None)  # registered is the one of before
+    assert rope.uuid() is None
 
 
 def test_inductor_compiles_it_and_finds_it_again_for_the_same_geometry_only() -> None:

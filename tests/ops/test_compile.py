@@ -68,6 +68,43 @@ def test_planes_of_different_dtypes_in_one_buffer_compile():
     assert torch.equal(got[0], key.bfloat16()) and torch.equal(got[1], value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_planes_are_read_as_views_before_and_after_a_store_and_the_pool_is_not_cloned(dtype):
+    """Of layers that differ, and at the first use of the layout."""
+    planes = (
+        pm_ops.Plane(0, "ssm", 0, None, 24, (2, 3, 2), torch.float32),
+        pm_ops.Plane(2, "key", 64, 16 * dtype.itemsize, 8 * dtype.itemsize, (2, 8), dtype),
+    )
+
+    def pool_of_numbers():
+        pool = pm_ops.PagePool(pm_ops.PageLayout(4, 512, planes), 4099, base=16)
+        pool.buffer.copy_(torch.arange(pool.buffer.numel()) % 60)
+        return pool
+
+    def step(pool, rows, slots):
+        view = pool.view(2, "key")
+        before = view[2, 1].float() + 1
+        pm_ops.store_kv(pool, 2, rows, None, slots)
+        return before, view[2, 1].float() + 2, pool.view(0, "ssm")[3] + 1, pool.pages[5] + 1
+
+    pool, rows, slots = pool_of_numbers(), torch.ones(2, 2, 8), torch.tensor([9, 4])
+    got, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), pool, rows, slots)
+    eager_pool = pool_of_numbers()
+    expected = step(eager_pool, rows, slots)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+    assert not torch.equal(got[0] + 1, got[1]) and torch.equal(pool.buffer, eager_pool.buffer)
+    assert "4099" in code and f"empty_strided_cpu(({4099 * 512}" not in code
+    assert f"empty_strided_cpu(({pool.buffer.numel()}" not in code and "clone" not in code.split("def call", 1)[1]
+
+
+def test_torch_refuses_to_write_through_a_view_in_compiled_code():
+    pool = make_pool()
+    before = pool.buffer.clone()
+    with pytest.raises(RuntimeError, match="mutation on a view chain .* an as_strided"):
+        torch.compile(lambda pool: pool.view(0, "key")[1].zero_(), fullgraph=True, backend="aot_eager")(pool)
+    assert torch.equal(pool.buffer, before)
+
+
 def test_token_counts_1_2_3_7_8_16_take_at_most_two_graphs():
     pool, reference = make_pool(pages=6), make_pool(pages=6)
     counter = CompileCounter()

@@ -121,6 +121,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "beta": (prefill_case, {"beta": torch.zeros(3, 4, 1)}, r"beta must be \[8, 4\]"),
     "a_log alone": (update_case, {"a_log": torch.zeros(4)}, "a_log and dt_bias come together"),
     "a_log": (update_case, {"a_log": torch.zeros(2), "dt_bias": torch.zeros(4)}, r"a_log is \[2\]"),
+    "scale": (update_case, {"scale": float("nan")}, "scale=nan must be a finite number"),
     "indices": (update_case, {"state_indices": torch.zeros(3)}, "state_indices must be a 1-D int32 or int64"),
     "an index a token": (update_case, {"state_indices": torch.ones(3, 2).long()}, "a token axis"),
     "a page that is not there": (update_case, {"state_indices": torch.tensor([0, 1, 5])}, "has 5, but there are 5"),
@@ -158,6 +159,10 @@ def test_a_pool_and_a_layer_stand_for_the_plane():
     rows, where = (query, key, value, g, beta), torch.tensor([0, 1])
     with pytest.raises(ValueError, match=r"make states of \[4, 5, 6\]; plane 'ssm' of layer 3 is \[4, 6, 5\]"):
         pm_ops.gated_delta_update(pool, 3, *rows, where, value_first=False)
+    for at in (1, 2):  # of key and value
+        bare = [torch.tensor(1.0) if i == at else x for i, x in enumerate(rows)]
+        with pytest.raises(ValueError, match=r"\[\].* make states of .*; plane 'ssm' of layer 3 is \[4, 6, 5\]"):
+            pm_ops.gated_delta_update(pool, 3, *bare, where)
     with pytest.raises(ValueError, match="no plane 'ssm' of layer 1"):
         pm_ops.gated_delta_update(pool, 1, *rows, where)
 

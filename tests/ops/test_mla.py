@@ -211,6 +211,26 @@ def test_a_plane_of_keys_is_no_latent_plane():
         pm_ops.store_latent(pool, 0, torch.ones(1, 8), torch.tensor([0]))
 
 
+def test_a_scale_for_each_latent_row_is_refused_not_left_unwritten():
+    planes = (
+        pm_ops.Plane(0, "latent", 0, 8, 8, (1, 8), torch.float8_e4m3fn),
+        pm_ops.Plane(0, "latent_scale", 32, 4, 4, (1, 1), F32),
+    )
+    pool = filled(pm_ops.PageLayout(4, 48, planes))
+    before, page = pool.buffer.clone(), torch.tensor([0])
+    with pytest.raises(ValueError, match="layer 0 has a scale for each latent row, which is not supported"):
+        pm_ops.store_latent(pool, 0, torch.ones(1, 8), page)
+    with pytest.raises(ValueError, match="layer 0 has a scale for each latent row, which is not supported"):
+        pm_ops.mla_attention(pool, 0, torch.ones(1, 1, 8), page[None], page, softmax_scale=1.0, value_dim=8)
+    assert torch.equal(pool.buffer, before)
+
+
+def test_a_query_without_axes_is_refused():
+    pool, page = filled(pm_ops.mla(1, 4, F32, latent_dim=8, rope_dim=4)), torch.tensor([0])
+    with pytest.raises(ValueError, match=r"query is \[\]; layer 0 has latent rows of 12"):
+        pm_ops.mla_attention(pool, 0, torch.tensor(1.0), page[None], page, softmax_scale=1.0, value_dim=8)
+
+
 def test_compiled_it_is_one_graph_for_all_layers_and_copies_nothing():
     """Store and attention of two layers, other numbers of tokens, under the default backend's functionalisation."""
     pool = pm_ops.PagePool(pm_ops.mla(2, 4, F32, latent_dim=8, rope_dim=4), 8)

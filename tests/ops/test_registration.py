@@ -1,6 +1,7 @@
 """What every operator promises to torch: schema, fake, autograd, compile."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -97,6 +98,7 @@ GRAD_INPUTS = {
     "rope_store_kv": ["query", "key", "value", "cos_sin", "q_weight", "k_weight", *SCALES],
     "load_kv": ["scale_tensor"],
     "attention": ["query", "sinks", "alibi_slopes", "bias", *SCALES],
+    "attention_out": ["query", "out"],
     "mla_attention": ["query", "scale_tensor"],
     "merge_attention": ["out_a", "lse_a", "out_b", "lse_b"],
     **{name: ["x", "weight", "bias"] for name in CONV},
@@ -139,6 +141,20 @@ def test_schema_and_argument_class_agree_in_names_order_and_defaults(name):
         assert (field.default is not dataclasses.MISSING) == argument.has_default_value()
         if argument.has_default_value():
             assert field.default == argument.default_value and type(field.default) is type(argument.default_value)
+
+
+@pytest.mark.parametrize("name", MUTATING + READING + INTO)
+@pytest.mark.parametrize("fake", [False, True], ids=["kernel", "fake"])
+def test_tensors_of_too_few_and_too_many_axes_are_refused(name, fake):
+    args, kwargs = list(sample_inputs(name))[1]
+    names = [a.name for a in op_of(name)._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    tensors = {k: x for k, x in values.items() if isinstance(x, torch.Tensor) and x.dim()}  # a scale's axes are its own
+    assert tensors
+    for argument, x in tensors.items():
+        for shape in ((), (1,) * 6):
+            with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext(), pytest.raises(ValueError):
+                op_of(name)(**{**values, argument: torch.zeros(shape, dtype=x.dtype)})
 
 
 @pytest.mark.parametrize("name", [n for n in MUTATING + READING + INTO if n != "merge_attention"])
