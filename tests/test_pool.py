@@ -324,7 +324,7 @@ def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
             call()
 
 
-@pytest.mark.parametrize("ids", [None, "12", 1.5, [1.5], [True], [None], ["1"], [[1]], [1, [2]]])
+@pytest.mark.parametrize("ids", [None, "12", 1.5, [1.5], [True], [None], ["1"], [[1]], [1, [2]], {1, 2}])
 def test_what_is_no_list_of_integers_is_refused(ids: Any) -> None:
     pool = PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 4)
     fill_random(pool.buffer)
