@@ -97,8 +97,8 @@ def _gated_delta_chunks(
     KEY_BLOCK: tl.constexpr,
 ):
     h = (tl.program_id(0) % HEADS).to(tl.int64)
-    _, _, first, count = chunk_of(query_start, tl.program_id(0) // HEADS, batch, num_tokens, CHUNK)
-    if count <= 0:
+    b, _, first, count = chunk_of(query_start, tl.program_id(0) // HEADS, batch, num_tokens, CHUNK)
+    if (count <= 0) | (b >= batch):
         return
     i = tl.arange(0, CHUNK)
     exists = i < count

@@ -4,11 +4,11 @@ With `a` the running sum of `dt * A` within a chunk, and `state` the state at it
 
     out[i] = sum_{j <= i} (C[i] . B[j]) exp(a[i] - a[j]) dt[j] x[j] + exp(a[i]) C[i] . state
 
-so outputs of all chunks are independent once their states are known. `_selective_states` computes these. Its programs go
-through a segment of a sequence each, many chunks, with the state in float32 registers; a sequence's first segment
-begins with the state of its page, the others with nothing. Where sequences have several segments `_selective_segments` then
-goes from one to the next: what each begins with, and the page at the end. `_selective_outputs` adds, to what a chunk's state
-is without it, that of its segment, decayed; its programs have a chunk of a few heads with the same B and C.
+so outputs of all chunks are independent once their states are known. `_selective_states` computes these. Its programs
+go through a segment of a sequence each, many chunks, with the state in float32 registers; a sequence's first segment
+begins with the state of its page, the others with nothing. Where there may be several segments `_selective_segments`
+goes from one to the next: what each begins with, and the page at the end. `_selective_outputs` adds, to what a chunk's
+state is without it, that of its segment, decayed; its programs have a chunk of a few heads with the same B and C.
 
 What is kept in between, for T tokens: states at the beginning of each chunk in x's dtype, `2 * heads * head_dim *
 state_dim / chunk` bytes a token, for a state_dim of 128 and chunks of 128 as many as x has; two numbers a token and
@@ -31,7 +31,6 @@ from torch import Tensor
 from .common import LOG2E, TRITON_DTYPE, cdiv, near, next_power_of_2
 from .device import multiprocessors
 from .launch import launch
-from .padding import zero_padding
 from .state import chunk_of, of_head, silu, step_size, tokens_of
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Tiles:
     state_warps: int = 4
     state_stages: int = 3
     out_warps: int = 8
-    out_stages: int = 2
+    out_stages: int = 3
     per_multiprocessor: int = 4
     """Programs for the states, about, that segments are made for."""
 
@@ -113,7 +112,7 @@ def _selective_states(
     h = tl.program_id(0).to(tl.int64) // blocks % HEADS
     slot = tl.program_id(0) // (HEADS * blocks)
     b, start, first, left = chunk_of(query_start, slot, batch, num_tokens, segment)
-    if left <= 0:
+    if (left <= 0) | (b >= batch):
         return
     page = tl.load(state_indices + b).to(tl.int64)
     if (page < 0) | (page >= num_pages):
@@ -277,7 +276,7 @@ def _selective_outputs(
     mine = exists[:, None] & in_head[None, :]
     here = i[:, None] * (HEADS * HEAD_DIM) + p[None, :]
     out += (first * HEADS + h) * HEAD_DIM
-    page = tl.load(state_indices + b).to(tl.int64)
+    page = tl.load(state_indices + b, mask=b < batch, other=-1).to(tl.int64)
     if (page < 0) | (page >= num_pages):
         for n in tl.static_range(SHARED):
             tl.store(out + n * HEAD_DIM + here, tl.zeros([CHUNK, BLOCK_P], ROW), mask=mine)
@@ -390,7 +389,7 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
         )
     launch(
         _selective_outputs,
-        (num_chunks * (heads // shared) * blocks,),
+        ((num_chunks + 1) * (heads // shared) * blocks,),
         *(x, B, C, None if a.D is None else a.D.contiguous(), z, out, start, index),
         *(sums, steps, states, before, segments),
         *(x_at, B_at, C_at, z_at),
@@ -400,7 +399,6 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
         num_warps=tiles.out_warps,
         num_stages=tiles.out_stages,
     )
-    zero_padding(out, start)
     return out
 
 

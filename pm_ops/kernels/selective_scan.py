@@ -1,7 +1,8 @@
 """selective_scan_prefill: Mamba-2 over whole sequences, CHUNK tokens at a time, with the state in registers.
 
-Where that makes few programs :mod:`.selective_chunks` has another way; :func:`in_chunks` chooses. Here a program has BLOCK_P rows of one head's state of one sequence and goes through its chunks in order, so that states are
-read from the pool once and written to it once, and none is kept in between. Within a chunk everything is a product of
+A program has BLOCK_P rows of one head's state of one sequence and goes through its chunks in order, so that states are
+read from the pool once and written to it once, and none is kept in between. Where that makes too few programs there is
+another way, :mod:`.selective_chunks`; :func:`in_chunks` chooses. Within a chunk everything is a product of
 matrices: with `a` the running sum of `dt * A`,
 
     out[i] = sum_{j <= i} (C[i] . B[j]) exp(a[i] - a[j]) dt[j] x[j] + exp(a[i]) C[i] . state.
@@ -161,9 +162,7 @@ def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
 
 
 def in_chunks(tokens: int, batch: int, shape: tuple[int, int, int], dtype: torch.dtype, multiprocessors: int) -> bool:
-    """Whether all chunks of a sequence are worked at together; ``shape`` is a state's, ``dtype`` that of the rows.
-
-    """
+    """Whether all chunks of a sequence are worked at together; ``shape`` is a state's, ``dtype`` that of the rows."""
     heads, head_dim, state_dim = shape
     if dtype.itemsize != 2 or state_dim > 128:
         return False

@@ -33,13 +33,13 @@ def tokens_of(query_start, b, batch, num_tokens):
 def chunk_of(query_start, slot, batch, num_tokens, CHUNK):
     """The sequence of a chunk's slot, its first token, that of the chunk, and the tokens from there to the end.
 
-    There are none where the slot is one too many, or past the last sequence. Sequence b's chunks begin at slot
-    `query_start[b] // CHUNK + b`.
+    There are none where the slot is one too many. Sequence b's chunks begin at slot `query_start[b] // CHUNK + b`;
+    `batch` stands for the padding rows behind the last one.
     """
     b = find_sequence(query_start, slot, batch, CHUNK)
     start, stop = tokens_of(query_start, b, batch, num_tokens)
     first = start + (slot - start // CHUNK - b).to(tl.int64) * CHUNK
-    return b, start, first, tl.where((b < batch) & (first >= start), stop - first, 0)
+    return b, start, first, tl.where(first >= start, stop - first, 0)
 
 
 @triton.jit

@@ -68,9 +68,7 @@ def moved(case: Any) -> Any:
     return type(case)(**there)
 
 
-def check(
-    kernel: Callable[[Any], Any], case: Any, tolerance: float | None = None, operator: str | None = None
-) -> None:
+def check(kernel: Callable[[Any], Any], case: Any, tolerance: float | None = None, operator: str | None = None) -> None:
     """A kernel and the CPU operator of its name, or of another's, give the same, bit for bit or nearly.
 
     So do the call's buffers.
