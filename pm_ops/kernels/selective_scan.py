@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
-from .device import multiprocessors
+from .device import is_hopper, multiprocessors
 from .launch import launch
 from .selective_chunks import scan_in_chunks
 from .state import of_head, silu, step_size, tokens_of
@@ -155,19 +155,22 @@ def _selective_scan_prefill(
 def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
     """`pm_ops::selective_scan_prefill`, in chunks or in order."""
     tokens, heads, head_dim = a.x.shape
-    batch, state_dim = a.state_indices.shape[0], a.B.shape[-1]
-    if in_chunks(tokens, batch, (heads, head_dim, state_dim), a.x.dtype, multiprocessors(a.x.device)):
-        return scan_in_chunks(a)
-    return scan_in_order(a)
+    state = heads, head_dim, a.B.shape[-1]
+    chunks = in_chunks(tokens, a.state_indices.shape[0], state, a.x.dtype, a.x.device)
+    return scan_in_chunks(a) if chunks else scan_in_order(a)
 
 
-def in_chunks(tokens: int, batch: int, shape: tuple[int, int, int], dtype: torch.dtype, multiprocessors: int) -> bool:
-    """Whether all chunks of a sequence are worked at together; ``shape`` is a state's, ``dtype`` that of the rows."""
-    heads, head_dim, state_dim = shape
-    if dtype.itemsize != 2 or state_dim > 128:
-        return False
+def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all chunks of a sequence are worked at together, not one after the other: for few long sequences.
+
+    ``state`` is its shape, ``dtype`` that of the rows. Only on a Hopper and of rows of 16 bits and a state_dim of at
+    most 128: others' tiles would not fit shared memory. It follows from the shape alone: in a CUDA graph, too, which
+    is replayed for other sequences.
+    """
+    heads, head_dim, state_dim = state
     programs = batch * heads * cdiv(head_dim, _BLOCK_P)
-    return 0 < programs < 4 * multiprocessors and tokens >= _LONG * batch
+    fits = is_hopper(device) and dtype.itemsize == 2 and state_dim <= 128
+    return fits and 0 < programs < 4 * multiprocessors(device) and tokens >= _LONG * batch
 
 
 def scan_in_order(a: SelectiveScanPrefill) -> Tensor:

@@ -162,21 +162,30 @@ def test_pages_that_the_pool_does_not_have_are_skipped(device: str, monkeypatch:
         assert bool((out[:200] == 0).all()) and bool((out[200:350] != 0).any()) and bool((out[350:] == 0).all())
 
 
-def test_the_choice_follows_from_the_shape_alone() -> None:
-    state = (128, 64, 128)
-    for tokens, batch, shape, dtype, expected in (
-        (16384, 1, state, BF16, True),
-        (16384, 1, state, F16, True),
-        (16384, 1, state, F32, False),
-        (16384, 1, (128, 64, 256), BF16, False),
-        (128, 1, state, BF16, False),
-        (16384, 0, state, BF16, False),
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device that the tests of the choice are on."""
+    monkeypatch.setattr(selective_scan, "is_hopper", lambda device: device.type == "cpu")
+    monkeypatch.setattr(selective_scan, "multiprocessors", lambda device: 132)
+    return torch.device("cpu")
+
+
+def test_the_choice_follows_from_the_shape_alone(hopper: torch.device) -> None:
+    state, other = (128, 64, 128), torch.device("meta")
+    for tokens, batch, shape, dtype, device, expected in (
+        (16384, 1, state, BF16, hopper, True),
+        (16384, 1, state, F16, hopper, True),
+        (16384, 1, state, F32, hopper, False),
+        (16384, 1, (128, 64, 256), BF16, hopper, False),
+        (16384, 1, state, BF16, other, False),
+        (128, 1, state, BF16, hopper, False),
+        (16384, 0, state, BF16, hopper, False),
     ):
-        assert in_chunks(tokens, batch, shape, dtype, 132) == expected, (tokens, batch, shape, dtype)
+        assert in_chunks(tokens, batch, shape, dtype, device) == expected, (tokens, batch, shape, dtype)
 
 
 @IN_THE_INTERPRETER
-def test_each_way_is_taken_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_is_taken_where_it_is_chosen(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     for name in ("scan_in_chunks", "scan_in_order"):
         monkeypatch.setattr(selective_scan, name, lambda a, name=name: taken.append(name))
