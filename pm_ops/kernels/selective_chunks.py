@@ -41,39 +41,75 @@ if TYPE_CHECKING:
 class Tiles:
     """How the work is cut.
 
-    ``chunk`` tokens of an output's program, which also is from state to state that is kept; ``step`` tokens at a time
-    for the states; ``block_p`` rows of a head's state a program, ``shared`` heads of a program for outputs, at most.
+    ``chunk`` tokens from one state that is kept to the next; ``block_p`` rows of a head's state a program, ``shared``
+    heads of a program for outputs, at most; and warps and stages of the programs for states and outputs.
     """
 
-    chunk: int = 128
-    step: int = 64
+    chunk: int = 64
     block_p: int = 64
-    shared: int = 4
+    shared: int = 8
     state_warps: int = 4
     state_stages: int = 3
-    out_warps: int = 8
+    out_warps: int = 4
     out_stages: int = 3
     per_multiprocessor: int = 4
     """Programs for the states, about, that segments are made for."""
 
 
 TILES = Tiles()
-_SHORTEST = 4
-"""Chunks of a segment, at least."""
+_SHORTEST = 512
+"""Tokens of a segment, at least."""
+_HEADS = 16
+"""Of a program for steps."""
 _CELLS = 2048
 """Of a state, a program that goes from segment to segment."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
 
+@triton.jit(do_not_specialize=["num_tokens", "batch"])
+def _selective_steps(
+    dt,
+    A,
+    dt_bias,
+    query_start,
+    sums,
+    steps,
+    dt_at,  # strides of (token, head)
+    num_tokens: tl.int64,
+    batch,
+    dt_min,
+    dt_max,
+    HEADS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """dt as it is used, and the running sum of its products with A, as powers of two, of one chunk of some heads."""
+    blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    slot = tl.program_id(0) // blocks
+    b, start, first, left = chunk_of(query_start, slot, batch, num_tokens, CHUNK)
+    if (left <= 0) | (b >= batch):
+        return
+    i = tl.arange(0, CHUNK)[:, None]
+    h = (tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+    mask = (i < left) & (h < HEADS)
+    h = tl.minimum(h, HEADS - 1)
+    step = tl.load(dt + first * dt_at[0] + (i * dt_at[0] + h * dt_at[1]), mask=mask, other=0.0)
+    step = step_size(step, of_head(dt_bias, h), SOFTPLUS, dt_min, dt_max)
+    step = tl.where(mask, step, 0.0)  # rows past the end neither decay nor add
+    a = tl.cumsum(step, 0) * (of_head(A, h) * LOG2E)
+    at = (start // CHUNK + b + (first - start) // CHUNK) * (HEADS * CHUNK) + (h * CHUNK + i)
+    own = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)[None, :] < HEADS
+    tl.store(sums + at, a, mask=own)
+    tl.store(steps + at, step, mask=own)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "batch", "num_pages", "segment"])
 def _selective_states(
     buffer,
     x,
-    dt,
-    A,
     B,
-    dt_bias,
     query_start,
     state_indices,
     has_initial_state,
@@ -84,7 +120,6 @@ def _selective_states(
     segments,
     decays,
     x_at,  # strides of (token, head, dim)
-    dt_at,  # (token, head)
     B_at,  # (token, group, dim)
     num_tokens: tl.int64,
     batch,
@@ -93,19 +128,16 @@ def _selective_states(
     offset: tl.int64,
     page_stride: tl.int64,
     head_stride: tl.int64,
-    dt_min,
-    dt_max,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
+    """From chunk to chunk of a segment: the state at the beginning of each, and the decay since the segment's."""
     blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     ROW: tl.constexpr = x.dtype.element_ty
     block = tl.program_id(0) % blocks
@@ -119,7 +151,7 @@ def _selective_states(
         return
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
     s = tl.arange(0, BLOCK_S)
-    i = tl.arange(0, STEP)
+    i = tl.arange(0, CHUNK)
     in_head = p < HEAD_DIM
     in_state = s < STATE_DIM
     mask = in_state[:, None] & in_head[None, :]
@@ -134,47 +166,36 @@ def _selective_states(
     if has_initial_state is not None:
         initial = (tl.load(has_initial_state + b) != 0) & begins
         state += tl.load(cell, mask=mask & initial, other=0.0).to(tl.float32)
-    rate, bias = of_head(A, h) * LOG2E, of_head(dt_bias, h)
     x += first * x_at[0] + h * x_at[1]
-    dt += first * dt_at[0] + h * dt_at[1]
     B += first * B_at[0] + h // GROUP * B_at[1]
-    sums += h * num_tokens + first
-    steps += h * num_tokens + first
-    chunk = (start // CHUNK + b + (first - start) // CHUNK) * HEADS + h
-    states += chunk * (HEAD_DIM * STATE_DIM)
-    before += chunk
+    at = (start // CHUNK + b + (first - start) // CHUNK) * HEADS + h
+    sums += at * CHUNK
+    steps += at * CHUNK
+    states += at * (HEAD_DIM * STATE_DIM)
+    before += at
     tl.debug_barrier()
 
-    since = 0.0  # the sum since the chunk began, and since the segment did
     total = 0.0
-    for at in range(0, count, STEP):
-        exists = i < count - at
-        step = step_size(tl.load(dt + i * dt_at[0], mask=exists, other=0.0), bias, SOFTPLUS, dt_min, dt_max)
-        step = tl.where(exists, step, 0.0)  # rows past the end neither decay nor add
-        a = tl.cumsum(step, 0) * rate
-        end = tl.sum(step, 0) * rate
-        if at % CHUNK == 0:
-            since = 0.0
-            tl.store(states + kept, state.to(ROW), mask=mask)
-            tl.store(before, total, mask=own)
-            states += HEADS * HEAD_DIM * STATE_DIM
-            before += HEADS
-        tl.store(sums + i, a + since, mask=exists & own)
-        tl.store(steps + i, step, mask=exists & own)
-
+    for done in range(0, count, CHUNK):
+        exists = i < count - done
         mine = exists[:, None] & in_head[None, :]
         whole = exists[:, None] & in_state[None, :]
+        a = tl.load(sums + i)
+        step = tl.load(steps + i)
+        end = tl.load(sums + (CHUNK - 1))
         rows = tl.load(x + (i[:, None] * x_at[0] + p[None, :] * x_at[2]), mask=mine, other=0.0)
         key = tl.load(B + (i[:, None] * B_at[0] + s[None, :] * B_at[2]), mask=whole, other=0.0).to(ROW)
+        tl.store(states + kept, state.to(ROW), mask=mask)
+        tl.store(before, total, mask=own)
         added = (rows.to(tl.float32) * (tl.exp2(end - a) * step)[:, None]).to(ROW)
         state = tl.dot(tl.trans(key), added, state * tl.exp2(end), input_precision="tf32x3")
-        since += end
         total += end
-        x += STEP * x_at[0]
-        dt += STEP * dt_at[0]
-        B += STEP * B_at[0]
-        sums += STEP
-        steps += STEP
+        x += CHUNK * x_at[0]
+        B += CHUNK * B_at[0]
+        sums += HEADS * CHUNK
+        steps += HEADS * CHUNK
+        states += HEADS * HEAD_DIM * STATE_DIM
+        before += HEADS
     alone = begins & (left <= segment)
     tl.store(cell, state.to(DTYPE), mask=mask & alone)
     if segments is not None:
@@ -190,6 +211,7 @@ def _selective_segments(
     state_indices,
     segments,
     decays,
+    earliest,
     num_tokens: tl.int64,
     batch,
     segment,
@@ -203,7 +225,7 @@ def _selective_segments(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each segment has come to, in place of that what it begins with; and the last state to the page."""
+    """From segment to segment: what each begins with, in the dtype of `earliest`; and the last state to the page."""
     blocks: tl.constexpr = (HEAD_DIM * STATE_DIM + BLOCK - 1) // BLOCK
     b = tl.program_id(0) // (HEADS * blocks)
     h = tl.program_id(0).to(tl.int64) // blocks % HEADS
@@ -221,7 +243,7 @@ def _selective_segments(
     for _ in range(1, tl.cdiv(count, segment).to(tl.int32)):
         at += HEADS
         own = tl.load(segments + at * (HEAD_DIM * STATE_DIM) + cells, mask=mask, other=0.0)
-        tl.store(segments + at * (HEAD_DIM * STATE_DIM) + cells, state, mask=mask)
+        tl.store(earliest + at * (HEAD_DIM * STATE_DIM) + cells, state.to(earliest.dtype.element_ty), mask=mask)
         state = state * tl.exp2(tl.load(decays + at)) + own
     cell = (buffer + (offset + page * page_stride + h * head_stride)).to(tl.pointer_type(DTYPE))
     tl.store(cell + (cells % HEAD_DIM * STATE_DIM + cells // HEAD_DIM), state.to(DTYPE), mask=mask)
@@ -241,7 +263,7 @@ def _selective_outputs(
     steps,
     states,
     before,
-    segments,
+    earliest,
     x_at,
     B_at,
     C_at,
@@ -290,32 +312,34 @@ def _selective_outputs(
     score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
     earlier = (i[:, None] >= i[None, :]) & exists[:, None]
 
-    sums += h * num_tokens + first
-    steps += h * num_tokens + first
     x += first * x_at[0] + h * x_at[1]
     if z is not None:
         z += first * z_at[0] + h * z_at[1]
-    n_chunk = (start // CHUNK + b + (first - start) // CHUNK) * HEADS + h
-    n_segment = (start // segment + b + (first - start) // segment) * HEADS + h
+    at = (start // CHUNK + b + (first - start) // CHUNK) * HEADS + h
+    sums += at * CHUNK
+    steps += at * CHUNK
+    states += at * (HEAD_DIM * STATE_DIM)
+    before += at
+    follows = first - start >= segment
+    if earliest is not None:
+        earliest += ((start // segment + b + (first - start) // segment) * HEADS + h) * (HEAD_DIM * STATE_DIM)
     kept = s[:, None] * HEAD_DIM + p[None, :]
     inside = in_state[:, None] & in_head[None, :]
     for n in range(SHARED):
-        state = tl.load(states + (n_chunk + n) * (HEAD_DIM * STATE_DIM) + kept, mask=inside, other=0.0)
-        if segments is not None:
-            follows = first - start >= segment
-            earliest = tl.load(
-                segments + (n_segment + n) * (HEAD_DIM * STATE_DIM) + kept, mask=inside & follows, other=0.0
-            )
-            decay = tl.exp2(tl.load(before + n_chunk + n))
-            state = (state.to(tl.float32) + earliest * decay).to(ROW)
-        a = tl.load(sums + i, mask=exists, other=0.0)
-        step = tl.load(steps + i, mask=exists, other=0.0)
+        state = tl.load(states + kept, mask=inside, other=0.0)
+        a = tl.load(sums + i)
+        step = tl.load(steps + i)
         rows = tl.load(x + (i[:, None] * x_at[0] + p[None, :] * x_at[2]), mask=mine, other=0.0)
-        y = tl.dot(query, state, input_precision="tf32x3") * tl.exp2(a)[:, None]
+        skip = of_head(D, h + n)
+        y = tl.zeros([CHUNK, BLOCK_P], tl.float32)
+        if earliest is not None:
+            of_segment = tl.load(earliest + kept, mask=inside & follows, other=0.0)
+            decay = tl.exp2(tl.load(before))
+            y = tl.dot(query, of_segment, y, input_precision="tf32x3") * decay
+        y = tl.dot(query, state, y, input_precision="tf32x3") * tl.exp2(a)[:, None]
         weight = tl.exp2(tl.where(earlier, a[:, None] - a[None, :], float("-inf"))) * step[None, :]
         y = tl.dot((weight * score).to(ROW), rows, y, input_precision="tf32x3")
-        if D is not None:
-            y += tl.load(D + h + n).to(tl.float32) * rows.to(tl.float32)
+        y += skip * rows.to(tl.float32)
         if z is not None:
             gate = tl.load(z + (i[:, None] * z_at[0] + p[None, :] * z_at[2]), mask=mine, other=0.0)
             y *= silu(gate.to(tl.float32))
@@ -323,8 +347,12 @@ def _selective_outputs(
         tl.store(out + here, y.to(ROW), mask=mine)
         out += HEAD_DIM
         x += x_at[1]
-        sums += num_tokens
-        steps += num_tokens
+        sums += CHUNK
+        steps += CHUNK
+        states += HEAD_DIM * STATE_DIM
+        before += 1
+        if earliest is not None:
+            earliest += HEAD_DIM * STATE_DIM
 
 
 def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
@@ -333,18 +361,19 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
     groups, state_dim = a.B.shape[-2:]
     batch = a.state_indices.shape[0]
     out = a.x.new_empty(a.x.shape)
-    chunk, step = tiles.chunk, tiles.step
+    chunk = tiles.chunk
     segment = segment_of(tokens, heads, multiprocessors(out.device), tiles)
     num_chunks, num_segments = tokens // chunk + batch, tokens // segment + batch
     block_p = min(tiles.block_p, max(_LEAST, next_power_of_2(head_dim)))
     blocks, each = cdiv(head_dim, block_p), heads // groups
     shared = math.gcd(each, tiles.shared)
     new = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
-    sums, steps = new(heads, tokens), new(heads, tokens)
+    sums, steps = new(num_chunks, heads, chunk), new(num_chunks, heads, chunk)
     states, before = new(num_chunks, heads, head_dim, state_dim, dtype=a.x.dtype), new(num_chunks, heads)
     several = tokens > segment
     segments = new(num_segments, heads, head_dim, state_dim) if several else None
     decays = new(num_segments, heads) if several else None
+    earliest = new(num_segments, heads, head_dim, state_dim, dtype=a.x.dtype) if several else None
 
     x, dt, B, C, z = (None if rows is None else near(rows, chunk) for rows in (a.x, a.dt, a.B, a.C, a.z))
     x_at, dt_at, B_at, C_at, z_at = (None if rows is None else tuple(rows.stride()) for rows in (x, dt, B, C, z))
@@ -354,25 +383,28 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
     shape = dict(HEADS=heads, HEAD_DIM=head_dim, STATE_DIM=state_dim, GROUP=each, CHUNK=chunk)
     shape |= dict(BLOCK_P=block_p, BLOCK_S=max(_LEAST, next_power_of_2(state_dim)))
     launch(
-        _selective_states,
-        (num_segments * heads * blocks,),
-        a.buffer,
-        x,
+        _selective_steps,
+        (num_chunks * cdiv(heads, _HEADS),),
         dt,
         a.A.contiguous(),
-        B,
         None if a.dt_bias is None else a.dt_bias.contiguous(),
-        start,
-        index,
-        None if a.has_initial_state is None else a.has_initial_state.contiguous(),
-        *(sums, steps, states, before, segments, decays),
-        *(x_at, dt_at, B_at),
-        *(tokens, batch, segment, *page),
+        *(start, sums, steps, dt_at, tokens, batch),
         a.dt_min,
         math.inf if a.dt_max is None else a.dt_max,
-        **shape | types,
+        HEADS=heads,
         SOFTPLUS=a.dt_softplus,
-        STEP=step,
+        CHUNK=chunk,
+        BLOCK_H=_HEADS,
+    )
+    launch(
+        _selective_states,
+        (num_segments * heads * blocks,),
+        *(a.buffer, x, B, start, index),
+        None if a.has_initial_state is None else a.has_initial_state.contiguous(),
+        *(sums, steps, states, before, segments, decays),
+        *(x_at, B_at),
+        *(tokens, batch, segment, *page),
+        **shape | types,
         num_warps=tiles.state_warps,
         num_stages=tiles.state_stages,
     )
@@ -380,7 +412,7 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
         launch(
             _selective_segments,
             (batch * heads * cdiv(head_dim * state_dim, _CELLS),),
-            *(a.buffer, start, index, segments, decays),
+            *(a.buffer, start, index, segments, decays, earliest),
             *(tokens, batch, segment, *page),
             **types,
             HEAD_DIM=head_dim,
@@ -391,7 +423,7 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
         _selective_outputs,
         ((num_chunks + 1) * (heads // shared) * blocks,),
         *(x, B, C, None if a.D is None else a.D.contiguous(), z, out, start, index),
-        *(sums, steps, states, before, segments),
+        *(sums, steps, states, before, earliest),
         *(x_at, B_at, C_at, z_at),
         *(tokens, batch, segment, a.state_plane[4]),
         **shape,
@@ -408,4 +440,4 @@ def segment_of(tokens: int, heads: int, multiprocessors: int, tiles: Tiles = TIL
     It follows from the tokens of all sequences together, not from how they are spread over them.
     """
     wanted = next_power_of_2(cdiv(tokens * heads, tiles.per_multiprocessor * multiprocessors))
-    return max(wanted, _SHORTEST * tiles.chunk)
+    return max(wanted, _SHORTEST)

@@ -21,12 +21,17 @@ from pm_ops.kernels.selective_scan import in_chunks, scan_in_order, selective_sc
 from pm_ops.ops.selective import SelectiveScanPrefill
 from pm_ops.testing import fill_nan, fill_random, writes_only
 
-SMALL = Tiles(chunk=32, step=16)
-"""Segments are of 128 tokens then."""
+SMALL = Tiles(chunk=32)
 AROUND = [1, 31, 32, 0, 33, 127, 128, 129, 300]
 """Lengths around chunks and segments."""
 GUARD = 4096
 """Bytes of random numbers on each side of a tensor."""
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few tokens, so that short sequences have several."""
+    monkeypatch.setattr(selective_chunks, "_SHORTEST", 128)
 
 
 @contextmanager
@@ -102,7 +107,7 @@ def test_lengths_around_chunks_and_segments(
 @IN_THE_INTERPRETER
 def test_float32_rows_to_their_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     check(ssm_prefill(AROUND, heads=(2, 1)), "cpu", monkeypatch)
-    check(ssm_prefill([400], heads=(1, 1), dims=(3, 5)), "cpu", monkeypatch, Tiles(chunk=64, step=64))
+    check(ssm_prefill([400], heads=(1, 1), dims=(3, 5)), "cpu", monkeypatch, Tiles(chunk=64))
 
 
 @on_each_device
@@ -196,8 +201,8 @@ def test_each_way_is_taken_where_it_is_chosen(hopper: torch.device, monkeypatch:
 
 def test_segments_make_as_many_programs_as_are_wanted() -> None:
     for tokens, heads, segment in ((16384, 128, 4096), (32768, 128, 8192), (16384, 16, 512), (1 << 20, 128, 1 << 18)):
-        assert segment_of(tokens, heads, 132, Tiles(chunk=128, per_multiprocessor=4)) == segment
-    assert segment_of(100, 1, 132) == 4 * selective_chunks.TILES.chunk
+        assert segment_of(tokens, heads, 132, Tiles(per_multiprocessor=4)) == segment
+    assert segment_of(100, 1, 132) == 128
 
 
 @pytest.mark.gpu
