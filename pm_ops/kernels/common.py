@@ -36,7 +36,7 @@ def slot_offset(page, token, page_stride, token_stride):
 
 
 @triton.jit
-def find_sequence(query_start, block, batch, BLOCK_Q: tl.constexpr):
+def find_sequence(query_start, block, batch, BLOCK_Q):
     """The sequence of a block of BLOCK_Q rows, by bisection; `batch` stands for the padding rows behind the last one.
 
     Sequence b's blocks begin at `query_start[b] // BLOCK_Q + b`, which leaves each as many blocks as it can need.

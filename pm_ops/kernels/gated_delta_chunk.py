@@ -20,24 +20,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import find_sequence
 from .gated_delta import L2_EPS, decays, rates
-from .state import tokens_of
+from .state import chunk_of
 
 CHUNK = tl.constexpr(64)
-
-
-@triton.jit
-def chunk_of(query_start, slot, batch, num_tokens):
-    """The sequence of a chunk's slot, its first token, that of the chunk, and the tokens from there to the end.
-
-    There are none where the slot is one too many, or past the last sequence. Sequence b's chunks begin at slot
-    `query_start[b] // 64 + b`.
-    """
-    b = find_sequence(query_start, slot, batch, CHUNK)
-    start, stop = tokens_of(query_start, b, batch, num_tokens)
-    first = start + (slot - start // CHUNK - b).to(tl.int64) * CHUNK
-    return b, first, tl.where((b < batch) & (first >= start), stop - first, 0)
 
 
 @triton.jit
@@ -111,8 +97,8 @@ def _gated_delta_chunks(
     KEY_BLOCK: tl.constexpr,
 ):
     h = (tl.program_id(0) % HEADS).to(tl.int64)
-    _, first, count = chunk_of(query_start, tl.program_id(0) // HEADS, batch, num_tokens)
-    if count <= 0:
+    b, _, first, count = chunk_of(query_start, tl.program_id(0) // HEADS, batch, num_tokens, CHUNK)
+    if (count <= 0) | (b >= batch):
         return
     i = tl.arange(0, CHUNK)
     exists = i < count

@@ -1,7 +1,8 @@
 """selective_scan_prefill: Mamba-2 over whole sequences, CHUNK tokens at a time, with the state in registers.
 
 A program has BLOCK_P rows of one head's state of one sequence and goes through its chunks in order, so that states are
-read from the pool once and written to it once, and none is kept in between. Within a chunk everything is a product of
+read from the pool once and written to it once, and none is kept in between. Where that makes too few programs there is
+another way, :mod:`.selective_chunks`; :func:`in_chunks` chooses. Within a chunk everything is a product of
 matrices: with `a` the running sum of `dt * A`,
 
     out[i] = sum_{j <= i} (C[i] . B[j]) exp(a[i] - a[j]) dt[j] x[j] + exp(a[i]) C[i] . state.
@@ -12,12 +13,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
+from .device import is_hopper, multiprocessors
 from .launch import launch
+from .selective_chunks import scan_in_chunks
 from .state import of_head, silu, step_size, tokens_of
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ of 32 rows are too few for the instructions of a whole warp group, which Triton 
 _FLOAT32 = 32, 1
 """BLOCK_P and stages of float32 rows, which need twice the registers and shared memory. One stage is right as no tile
 has 64 rows: warp groups multiply those, and read outside of shared memory in a loop of one stage, in Triton 3.6."""
+_LONG = 512
+"""Tokens of a sequence, on average, from which on chunks are worked at together."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
@@ -147,7 +153,28 @@ def _selective_scan_prefill(
 
 
 def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
-    """`pm_ops::selective_scan_prefill` in one launch."""
+    """`pm_ops::selective_scan_prefill`, in chunks or in order."""
+    tokens, heads, head_dim = a.x.shape
+    state = heads, head_dim, a.B.shape[-1]
+    chunks = in_chunks(tokens, a.state_indices.shape[0], state, a.x.dtype, a.x.device)
+    return scan_in_chunks(a) if chunks else scan_in_order(a)
+
+
+def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all chunks of a sequence are worked at together, not one after the other: for few long sequences.
+
+    ``state`` is its shape, ``dtype`` that of the rows. Only on a Hopper and of rows of 16 bits and a state_dim of at
+    most 128: others' tiles would not fit shared memory. It follows from the shape alone: in a CUDA graph, too, which
+    is replayed for other sequences.
+    """
+    heads, head_dim, state_dim = state
+    programs = batch * heads * cdiv(head_dim, _BLOCK_P)
+    fits = is_hopper(device) and dtype.itemsize == 2 and state_dim <= 128
+    return fits and 0 < programs < 4 * multiprocessors(device) and tokens >= _LONG * batch
+
+
+def scan_in_order(a: SelectiveScanPrefill) -> Tensor:
+    """In one launch, of a program for some rows of each head's state of each sequence."""
     out = a.x.new_empty(a.x.shape)
     if out.numel() == 0:
         return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .common import find_sequence
+
 
 @triton.jit
 def first_page(state_indices, num_accepted, n, columns):
@@ -25,6 +27,19 @@ def tokens_of(query_start, b, batch, num_tokens):
     stop = tl.load(query_start + b + 1, mask=b < batch, other=0).to(tl.int64)
     stop = tl.where(b < batch, stop, num_tokens)
     return tl.maximum(start, 0), tl.minimum(stop, num_tokens)
+
+
+@triton.jit
+def chunk_of(query_start, slot, batch, num_tokens, CHUNK):
+    """The sequence of a chunk's slot, its first token, that of the chunk, and the tokens from there to the end.
+
+    There are none where the slot is one too many. Sequence b's chunks begin at slot `query_start[b] // CHUNK + b`;
+    `batch` stands for the padding rows behind the last one.
+    """
+    b = find_sequence(query_start, slot, batch, CHUNK)
+    start, stop = tokens_of(query_start, b, batch, num_tokens)
+    first = start + (slot - start // CHUNK - b).to(tl.int64) * CHUNK
+    return b, start, first, tl.where(first >= start, stop - first, 0)
 
 
 @triton.jit

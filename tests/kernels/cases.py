@@ -27,7 +27,8 @@ KERNELS = {
     "_store_kv", "_load_kv", "_rope_store_kv", "_attention", "_attention_hopper", "_mla_hopper", "_merge_splits",
     "_merge_attention", "_zero_padding", "_gather_pages", "_scatter_pages", "_compare", "_copy_pages", "_copy_slots",
     "_repack_pages", "_move_pages", "_conv1d_update", "_conv1d_prefill", "_selective_state_update",
-    "_selective_scan_prefill", "_gated_delta_update", "_gated_delta_chunks", "_gated_delta_scan",
+    "_selective_scan_prefill", "_selective_steps", "_selective_states", "_selective_segments", "_selective_outputs",
+    "_gated_delta_update", "_gated_delta_chunks", "_gated_delta_scan",
 }  # fmt: skip
 """All that are launched."""
 NAN_BYTE = 0xFF

@@ -38,7 +38,8 @@ from pm_ops.kernels.padding import zero_padding
 from pm_ops.kernels.pages import copy_pages, copy_slots, gather_pages, scatter_pages, zero_pages
 from pm_ops.kernels.repack import repack_pages
 from pm_ops.kernels.rope import rope_store_kv
-from pm_ops.kernels.selective_scan import selective_scan_prefill
+from pm_ops.kernels.selective_chunks import scan_in_chunks
+from pm_ops.kernels.selective_scan import scan_in_order
 from pm_ops.kernels.selective_update import selective_state_update
 from pm_ops.kernels.store import load_kv, store_kv
 from pm_ops.ops._common import bits
@@ -67,12 +68,15 @@ def moved(case: Any) -> Any:
     return type(case)(**there)
 
 
-def check(kernel: Callable[[Any], Any], case: Any, tolerance: float | None = None) -> None:
-    """A kernel and the CPU operator of its name give the same, bit for bit or nearly; the call's buffers change."""
+def check(kernel: Callable[[Any], Any], case: Any, tolerance: float | None = None, operator: str | None = None) -> None:
+    """A kernel and the CPU operator of its name, or of another's, give the same, bit for bit or nearly.
+
+    So do the call's buffers.
+    """
     there = moved(case)
     found = as_tuple(kernel(there))
     plain = fields(case) | ({"batch_invariant": False} if kernel is attention else {})  # which is for CUDA alone
-    wanted = as_tuple(getattr(torch.ops.pm_ops, kernel.__name__)(*plain.values()))
+    wanted = as_tuple(getattr(torch.ops.pm_ops, operator or kernel.__name__)(*plain.values()))
     buffers = [k for k, v in fields(case).items() if isinstance(v, Tensor) and v.dtype == torch.uint8]
     pairs = [*zip(found, wanted, strict=True), *((getattr(there, k), getattr(case, k)) for k in buffers)]
     for got, expected in ((a.cpu(), b) for a, b in pairs):
@@ -276,7 +280,11 @@ def states() -> None:
         tolerance = TOLERANCE[dtype] * 5  # sums of many more numbers than attention's, whose weights add up to 1
         check(selective_state_update, ssm_update(4, **options), tolerance)
         check(selective_state_update, ssm_update(4, 3, per_token=True, gate=False, **options), tolerance)
-        check(selective_scan_prefill, ssm_prefill([1, 65, 0, 63, 130, 64], **options), tolerance)
+        check(scan_in_order, ssm_prefill([1, 65, 0, 63, 130, 64], **options), tolerance, "selective_scan_prefill")
+    for dtype, dims in ((F16, (64, 128)), (BF16, (80, 16))):
+        for lens in ([1, 129, 0, 127, 200], [1, 1300, 514]):  # in segments of a part of 512 at least
+            case = ssm_prefill(lens, dtype=dtype, dims=dims)
+            check(scan_in_chunks, case, TOLERANCE[dtype] * 5, "selective_scan_prefill")
 
 
 def gated_delta() -> None:

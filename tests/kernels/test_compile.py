@@ -205,8 +205,10 @@ def launch_every_state_kernel() -> None:
     import torch
     from state_cases import conv_prefill, conv_update, ssm_prefill, ssm_update
 
+    from pm_ops import kernels
     from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
-    from pm_ops.kernels.selective_scan import selective_scan_prefill
+    from pm_ops.kernels.selective_chunks import scan_in_chunks
+    from pm_ops.kernels.selective_scan import scan_in_order
     from pm_ops.kernels.selective_update import selective_state_update
 
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
@@ -220,7 +222,12 @@ def launch_every_state_kernel() -> None:
         options = {"dtype": dtype, "state_dtype": state, "dims": dims}
         selective_state_update(ssm_update(2, **options))
         selective_state_update(ssm_update(2, 3, per_token=True, gate=False, **options))
-        selective_scan_prefill(ssm_prefill([3, 2], **options))
+        scan_in_order(ssm_prefill([3, 2], **options))
+    kernels.selective_chunks.multiprocessors = lambda device: 132
+    for dtype, state, dims in ((bf16, f32, (64, 128)), (f16, f16, (80, 96)), (bf16, bf16, (12, 20))):
+        options = {"dtype": dtype, "state_dtype": state, "dims": dims}
+        scan_in_chunks(ssm_prefill([3, 700], heads=(16, 2), **options))
+        scan_in_chunks(ssm_prefill([3, 2], gate=False, initial=False, D=None, **options))
 
 
 def launch_every_gated_delta_kernel() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,14 +22,16 @@ from torch import Tensor
 from pm_ops.kernels.conv import conv1d_prefill, conv1d_update
 from pm_ops.kernels.gated_delta import gated_delta_update
 from pm_ops.kernels.gated_delta_prefill import gated_delta_prefill
-from pm_ops.kernels.selective_scan import selective_scan_prefill
+from pm_ops.kernels.selective_chunks import scan_in_chunks
+from pm_ops.kernels.selective_scan import scan_in_order
 from pm_ops.kernels.selective_update import selective_state_update
 from pm_ops.ops.gated_delta import GatedDeltaPrefill, GatedDeltaUpdate
 from pm_ops.testing import fill_random, writes_only
 
 PREFILLS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "conv": (conv_prefill, conv1d_prefill),
-    "selective": (ssm_prefill, selective_scan_prefill),
+    "selective": (ssm_prefill, scan_in_order),
+    "selective_chunks": (partial(ssm_prefill, dtype=F16), scan_in_chunks),
     "gated_delta": (prefill_case, gated_delta_prefill),
 }
 UPDATES: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., Tensor]]] = {
