@@ -84,7 +84,7 @@ class PageAllocator:
 
     def _all_owned(self, pages: Tensor | Iterable[int], verb: str) -> list[int]:
         """The ids as a list; raises as :meth:`_owned` does for the first that has no owner."""
-        ids = page_ids(pages)
+        ids = page_ids(pages, ordered=False)
         known = not ids or (min(ids) >= 0 and max(ids) < self.num_pages)
         if not (known and all(map(self._counts.__getitem__, ids))):  # one by one takes several times as long
             for page in ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"pm-ops {options.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads, such as head, has enough; nor may Python complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

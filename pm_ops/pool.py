@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -216,8 +216,6 @@ class PagePool:
             return ids
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
             refuse_capture("ids in a list are copied to the GPU; pass a tensor that is there", self.device)
-        if isinstance(ids, Set):  # an order of its own
-            raise ValueError(f"ids must be a list of integers or a 1-D tensor of them, got {ids!r:.100}")
         return torch.tensor(page_ids(ids, "ids"), dtype=torch.int64, device=self.device)
 
     def _check_geometry(self) -> None:

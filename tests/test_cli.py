@@ -319,3 +319,16 @@ one page                49152 B (48 KiB)
 copies to move a page   4 layer-major, 1 page-major
 """,
         )
+
+
+def test_a_reader_that_has_enough_ends_it_in_silence() -> None:
+    """As ``head`` does, before all is written."""
+    program = "import sys; from pm_ops.cli import main; sys.exit(main(sys.argv[1:]))"
+    numbers = ["--layers", "4000", "--kv-heads", "1", "--head-dim", "8", "--all"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "inspect", *numbers], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None and command.stderr is not None
+        command.stdout.readline()
+        command.stdout.close()
+        assert command.stderr.read() == b"" and command.wait() == 1

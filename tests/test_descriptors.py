@@ -168,7 +168,7 @@ def test_a_page_that_is_not_there_is_refused(pages) -> None:
 
 @pytest.mark.parametrize(
     "pages",
-    [[1.0], [0, 1.9], [True, False], ["1"], [[1]], 1, None, torch.tensor(1), torch.tensor([1.9, 2.2]),
+    [[1.0], [0, 1.9], [True, False], ["1"], [[1]], {1, 2}, 1, None, torch.tensor(1), torch.tensor([1.9, 2.2]),
      torch.tensor([True, False]), torch.tensor([[1, 2]]), torch.tensor([1], dtype=torch.uint8)],
 )  # fmt: skip
 def test_what_is_no_list_of_integers_is_refused_and_not_rounded(pages) -> None:

