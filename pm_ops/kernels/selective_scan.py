@@ -1,9 +1,9 @@
 """selective_scan_prefill: Mamba-2 over whole sequences, CHUNK tokens at a time, with the state in registers.
 
 A program has BLOCK_P rows of one head's state of one sequence and goes through its chunks in order, so that states are
-read from the pool once and written to it once, and none is kept in between. Where that makes too few programs there is
-another way, :mod:`.selective_chunks`; :func:`in_chunks` chooses. Within a chunk everything is a product of
-matrices: with `a` the running sum of `dt * A`,
+read from the pool once and written to it once, and none is kept in between. For long sequences there is another way,
+:mod:`.selective_chunks`; :func:`in_chunks` chooses. Within a chunk everything is a product of matrices: with `a` the
+running sum of `dt * A`,
 
     out[i] = sum_{j <= i} (C[i] . B[j]) exp(a[i] - a[j]) dt[j] x[j] + exp(a[i]) C[i] . state.
 """
@@ -33,8 +33,11 @@ of 32 rows are too few for the instructions of a whole warp group, which Triton 
 _FLOAT32 = 32, 1
 """BLOCK_P and stages of float32 rows, which need twice the registers and shared memory. One stage is right as no tile
 has 64 rows: warp groups multiply those, and read outside of shared memory in a loop of one stage, in Triton 3.6."""
-_LONG = 512
-"""Tokens of a sequence, on average, from which on chunks are worked at together."""
+_LONG, _NOT_SHORT, _MUCH = 1024, 256, 2048
+"""For :func:`in_chunks`: tokens of a sequence, on average, from which on it is long, and from which on it is not short;
+and tokens times heads, a multiprocessor, that are much. On the H200, in µs, in order and in chunks: 128 heads, 1 x 1024
+101 and 96, 4 x 1024 245 and 183, 64 x 256 901 and 800, 128 x 128 962 and 985; 16 heads, 1 x 1024 91 and 56, 128 x 128
+136 and 143."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
@@ -161,16 +164,19 @@ def selective_scan_prefill(a: SelectiveScanPrefill) -> Tensor:
 
 
 def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether all chunks of a sequence are worked at together, not one after the other: for few long sequences.
+    """Whether all chunks of a sequence are worked at together, not one after the other.
 
-    ``state`` is its shape, ``dtype`` that of the rows. Only on a Hopper and of rows of 16 bits and a state_dim of at
-    most 128: others' tiles would not fit shared memory. It follows from the shape alone: in a CUDA graph, too, which
-    is replayed for other sequences.
+    ``state`` is its shape, ``dtype`` that of the rows. So are long sequences, which one after the other takes long
+    however few the heads are, and not quite so long ones where there is much to do. Only on a Hopper, and of rows of 16
+    bits and a state_dim of at most 128: others' tiles would not fit shared memory. The choice follows from the shape
+    alone, since a CUDA graph is replayed for other sequences.
     """
     heads, head_dim, state_dim = state
-    programs = batch * heads * cdiv(head_dim, _BLOCK_P)
-    fits = is_hopper(device) and dtype.itemsize == 2 and state_dim <= 128
-    return fits and 0 < programs < 4 * multiprocessors(device) and tokens >= _LONG * batch
+    if not is_hopper(device) or dtype.itemsize != 2 or state_dim > 128 or batch == 0:
+        return False
+    work = tokens * heads * cdiv(head_dim, _BLOCK_P)
+    much = work >= _MUCH * multiprocessors(device)
+    return tokens >= (_NOT_SHORT if much else _LONG) * batch
 
 
 def scan_in_order(a: SelectiveScanPrefill) -> Tensor:

@@ -180,10 +180,17 @@ def test_the_choice_follows_from_the_shape_alone(hopper: torch.device) -> None:
     for tokens, batch, shape, dtype, device, expected in (
         (16384, 1, state, BF16, hopper, True),
         (16384, 1, state, F16, hopper, True),
+        (32768, 8, state, BF16, hopper, True),
+        (1024, 1, (1, 64, 128), BF16, hopper, True),
+        (1023, 1, (1, 64, 128), BF16, hopper, False),
+        (1023, 1, state, BF16, hopper, False),
+        (64 * 256, 64, state, BF16, hopper, True),
+        (64 * 256 - 1, 64, state, BF16, hopper, False),
+        (64 * 256, 64, (16, 64, 128), BF16, hopper, False),
+        (64 * 256, 64, (16, 128, 128), BF16, hopper, True),
         (16384, 1, state, F32, hopper, False),
-        (16384, 1, (128, 64, 256), BF16, hopper, False),
+        (16384, 1, (128, 64, 129), BF16, hopper, False),
         (16384, 1, state, BF16, other, False),
-        (128, 1, state, BF16, hopper, False),
         (16384, 0, state, BF16, hopper, False),
     ):
         assert in_chunks(tokens, batch, shape, dtype, device) == expected, (tokens, batch, shape, dtype)
@@ -199,9 +206,9 @@ def test_each_way_is_taken_where_it_is_chosen(hopper: torch.device, monkeypatch:
     assert taken == ["scan_in_chunks", *["scan_in_order"] * 3]
 
 
-def test_segments_make_as_many_programs_as_are_wanted() -> None:
-    for tokens, heads, segment in ((16384, 128, 4096), (32768, 128, 8192), (16384, 16, 512), (1 << 20, 128, 1 << 18)):
-        assert segment_of(tokens, heads, 132, Tiles(per_multiprocessor=4)) == segment
+def test_segments_make_about_as_many_programs_as_there_are_multiprocessors() -> None:
+    for tokens, heads, segment in ((16384, 128, 16384), (32768, 128, 32768), (16384, 16, 2048), (4096, 16, 512)):
+        assert segment_of(tokens, heads, 132) == segment
     assert segment_of(100, 1, 132) == 128
 
 
