@@ -36,8 +36,8 @@ has 64 rows: warp groups multiply those, and read outside of shared memory in a 
 _LONG, _NOT_SHORT, _MUCH = 1024, 256, 2048
 """For :func:`in_chunks`: tokens of a sequence, on average, from which on it is long, and from which on it is not short;
 and tokens times heads, a multiprocessor, that are much. On the H200, in µs, in order and in chunks: 128 heads, 1 x 1024
-101 and 96, 4 x 1024 245 and 183, 64 x 256 901 and 800, 128 x 128 962 and 985; 16 heads, 1 x 1024 91 and 56, 128 x 128
-136 and 143."""
+101 and 96, 4 x 1024 245 and 183, 64 x 256 901 and 800, 128 x 128 962 and 985; 16 heads, 1 x 1024 91 and 56, 16 x 1024
+123 and 103, 128 x 128 136 and 143."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
