@@ -172,9 +172,9 @@ def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch
     follows from the shape alone, since a CUDA graph is replayed for other sequences.
     """
     heads, head_dim, state_dim = state
-    if not is_hopper(device) or dtype.itemsize != 2 or state_dim > 128 or batch == 0:
-        return False
     work = tokens * heads * cdiv(head_dim, _BLOCK_P)
+    if not is_hopper(device) or dtype.itemsize != 2 or state_dim > 128 or work == 0 or batch == 0:
+        return False
     much = work >= _MUCH * multiprocessors(device)
     return tokens >= (_NOT_SHORT if much else _LONG) * batch
 

@@ -192,6 +192,7 @@ def test_the_choice_follows_from_the_shape_alone(hopper: torch.device) -> None:
         (16384, 1, (128, 64, 129), BF16, hopper, False),
         (16384, 1, state, BF16, other, False),
         (16384, 0, state, BF16, hopper, False),
+        (16384, 1, (0, 64, 128), BF16, hopper, False),
     ):
         assert in_chunks(tokens, batch, shape, dtype, device) == expected, (tokens, batch, shape, dtype)
 
