@@ -437,10 +437,12 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
 
 
 def segment_of(tokens: int, heads: int, multiprocessors: int) -> int:
-    """Tokens of a segment: a power of two with which no more programs for the states are made than multiprocessors.
+    """Tokens of a segment, a power of two: all where heads alone make about as many programs for the states as there
+    are multiprocessors, else as many as make two programs for each of these, about.
 
-    Segments cost a launch, and a product for each chunk behind the first one: of 128 heads a sequence of 16,384 takes
-    613 µs as one on the H200, 649 as two, 661 as four. How long one is follows from the tokens of all sequences
-    together, not from how they are spread over them.
+    Segments cost a launch, and a product for each chunk behind the first one: of 128 heads 16,384 tokens take 613 µs as
+    one on the H200, 649 as two, 661 as four; of 16 heads 108 as sixteen, 122 as thirty-two. How long one is follows
+    from the tokens of all sequences together, not from how they are spread over them.
     """
-    return max(next_power_of_2(cdiv(tokens * heads, multiprocessors)), _SHORTEST)
+    segment = next_power_of_2(cdiv(tokens * heads, multiprocessors))
+    return segment if segment >= tokens else max(segment // 2, _SHORTEST)

@@ -36,8 +36,8 @@ has 64 rows: warp groups multiply those, and read outside of shared memory in a 
 _LONG, _NOT_SHORT, _MUCH = 1024, 256, 2048
 """For :func:`in_chunks`: tokens of a sequence, on average, from which on it is long, and from which on it is not short;
 and tokens times heads, a multiprocessor, that are much. On the H200, in µs, in order and in chunks: 128 heads, 1 x 1024
-101 and 96, 4 x 1024 245 and 183, 64 x 256 901 and 800, 128 x 128 962 and 985; 16 heads, 1 x 1024 91 and 56, 128 x 128
-136 and 143."""
+101 and 96, 4 x 1024 245 and 183, 64 x 256 901 and 800, 128 x 128 962 and 985; 16 heads, 1 x 1024 91 and 56, 16 x 1024
+123 and 103, 128 x 128 136 and 143."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
@@ -167,14 +167,14 @@ def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch
     """Whether all chunks of a sequence are worked at together, not one after the other.
 
     ``state`` is its shape, ``dtype`` that of the rows. So are long sequences, which one after the other takes long
-    however few the heads are, and not quite so long ones where there is much to do. Only on a Hopper, and of rows of 16
-    bits and a state_dim of at most 128: others' tiles would not fit shared memory. The choice follows from the shape
-    alone, since a CUDA graph is replayed for other sequences.
+    however few the heads are, and not quite so long ones where there is much to do. Only on a Hopper, the one GPU
+    it is measured on, and of rows of 16 bits and a state_dim of at most 128, for which its tiles are made. The choice
+    follows from the shape alone, since a CUDA graph is replayed for other sequences.
     """
     heads, head_dim, state_dim = state
-    if not is_hopper(device) or dtype.itemsize != 2 or state_dim > 128 or batch == 0:
-        return False
     work = tokens * heads * cdiv(head_dim, _BLOCK_P)
+    if not is_hopper(device) or dtype.itemsize != 2 or state_dim > 128 or work == 0 or batch == 0:
+        return False
     much = work >= _MUCH * multiprocessors(device)
     return tokens >= (_NOT_SHORT if much else _LONG) * batch
 

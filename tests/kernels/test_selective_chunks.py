@@ -192,6 +192,7 @@ def test_the_choice_follows_from_the_shape_alone(hopper: torch.device) -> None:
         (16384, 1, (128, 64, 129), BF16, hopper, False),
         (16384, 1, state, BF16, other, False),
         (16384, 0, state, BF16, hopper, False),
+        (16384, 1, (0, 64, 128), BF16, hopper, False),
     ):
         assert in_chunks(tokens, batch, shape, dtype, device) == expected, (tokens, batch, shape, dtype)
 
@@ -207,9 +208,14 @@ def test_each_way_is_taken_where_it_is_chosen(hopper: torch.device, monkeypatch:
 
 
 def test_segments_make_about_as_many_programs_as_there_are_multiprocessors() -> None:
-    for tokens, heads, segment in ((16384, 128, 16384), (32768, 128, 32768), (16384, 16, 2048), (4096, 16, 512)):
+    for tokens, heads, segment in (
+        (16384, 128, 16384),
+        (32768, 128, 32768),
+        (16384, 64, 4096),
+        (16384, 16, 1024),
+        (1000, 1, 128),
+    ):
         assert segment_of(tokens, heads, 132) == segment
-    assert segment_of(100, 1, 132) == 128
 
 
 @pytest.mark.gpu
