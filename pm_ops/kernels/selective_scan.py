@@ -21,7 +21,7 @@ from torch import Tensor
 from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
 from .device import is_hopper, multiprocessors
 from .launch import launch
-from .selective_chunks import scan_in_chunks
+from .selective_chunks import TILES, scan_in_chunks
 from .state import of_head, silu, step_size, tokens_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ _LONG, _NOT_SHORT, _MUCH = 1024, 256, 2048
 and tokens times heads, a multiprocessor, that are much. On the H200, in µs, in order and in chunks: 128 heads, 1 x 1024
 101 and 96, 4 x 1024 245 and 183, 64 x 256 901 and 800, 128 x 128 962 and 985; 16 heads, 1 x 1024 91 and 56, 16 x 1024
 123 and 103, 128 x 128 136 and 143."""
+_ROOM = 5 << 30
+"""Bytes of states that a scan in chunks may keep in between: a prompt of 131,072 tokens with 128 heads has 4.3e9."""
 _LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
@@ -172,6 +174,8 @@ def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch
     follows from the shape alone, since a CUDA graph is replayed for other sequences.
     """
     heads, head_dim, state_dim = state
+    if (tokens // TILES.chunk + batch) * math.prod(state) * dtype.itemsize > _ROOM:
+        return False
     work = tokens * heads * cdiv(head_dim, _BLOCK_P)
     if not is_hopper(device) or dtype.itemsize != 2 or state_dim > 128 or work == 0 or batch == 0:
         return False

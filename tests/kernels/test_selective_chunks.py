@@ -181,6 +181,8 @@ def test_the_choice_follows_from_the_shape_alone(hopper: torch.device) -> None:
         (16384, 1, state, BF16, hopper, True),
         (16384, 1, state, F16, hopper, True),
         (32768, 8, state, BF16, hopper, True),
+        (131072, 1, state, BF16, hopper, True),
+        (262144, 4, state, BF16, hopper, False),
         (1024, 1, (1, 64, 128), BF16, hopper, True),
         (1023, 1, (1, 64, 128), BF16, hopper, False),
         (1023, 1, state, BF16, hopper, False),
