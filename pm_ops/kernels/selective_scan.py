@@ -169,9 +169,9 @@ def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch
     """Whether all chunks of a sequence are worked at together, not one after the other.
 
     ``state`` is its shape, ``dtype`` that of the rows. So are long sequences, which one after the other takes long
-    however few the heads are, and not quite so long ones where there is much to do. Only on a Hopper, the one GPU
-    it is measured on, and of rows of 16 bits and a state_dim of at most 128, for which its tiles are made. The choice
-    follows from the shape alone, since a CUDA graph is replayed for other sequences.
+    however few the heads are, and not quite so long ones where there is much to do, up to :data:`_ROOM`. Only on a
+    Hopper, the one GPU it is measured on, and of rows of 16 bits and a state_dim of at most 128, for which its tiles
+    are made. The choice follows from the shape alone, since a CUDA graph is replayed for other sequences.
     """
     heads, head_dim, state_dim = state
     if (tokens // TILES.chunk + batch) * math.prod(state) * dtype.itemsize > _ROOM:
