@@ -216,7 +216,7 @@ class PageMajorLayer(CacheLayerMixin):
 
 def _refuse_compiling() -> None:
     """Stop torch.compile. An exception of the traced code would not: Dynamo would run the code uncompiled instead."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
         comptime(_not_compiled, _not_compiled)  # at compile time, or now

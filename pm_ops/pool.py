@@ -214,7 +214,7 @@ class PagePool:
     def _ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         if isinstance(ids, Tensor):
             return ids
-        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+        if self.device.type == "cuda" and not torch.compiler.is_dynamo_compiling():
             refuse_capture("ids in a list are copied to the GPU; pass a tensor that is there", self.device)
         return torch.tensor(page_ids(ids, "ids"), dtype=torch.int64, device=self.device)
 

@@ -188,7 +188,7 @@ class RepackPlan:
         if tokens is None:
             tokens = self._all_tokens(src_pages.shape[0], dst_pages.shape[0])
         sizes = (tokens, source.page_size, target.page_size)
-        if source.device.type == "cuda" and not torch.compiler.is_compiling():
+        if source.device.type == "cuda" and not torch.compiler.is_dynamo_compiling():
             # or its memory could be reused, where the plan is dropped, before a stream other than its own has read it
             table.record_stream(torch.cuda.current_stream(source.device))
         args = (source.buffer, target.buffer, src_pages, dst_pages, table, *sizes, source.region, target.region)
@@ -200,7 +200,7 @@ class RepackPlan:
         Raises RuntimeError where a CUDA graph is being captured and it is not made yet.
         """
         if device not in self._tables:
-            if device.type == "cuda" and not torch.compiler.is_compiling():
+            if device.type == "cuda" and not torch.compiler.is_dynamo_compiling():
                 remedy = f'run the plan once before that, or call plan.table(torch.device("{device}"))'
                 refuse_capture(f"this plan has no table on {device} yet; {remedy}", device)
             self._tables[device] = torch.tensor(self.runs, dtype=torch.int64, device=device)

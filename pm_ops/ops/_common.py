@@ -369,8 +369,12 @@ def plane_view(
 
 
 def begin(buffer: Tensor) -> int:
-    """Where a buffer begins in its storage. Compiled code cannot ask; it sees pools' alone, which begin at 0."""
-    return 0 if torch.compiler.is_compiling() else int(buffer.storage_offset())
+    """Where a buffer begins in its storage. What Dynamo traces cannot ask; it sees pools' alone, which begin at 0.
+
+    Not by ``is_compiling()``: that holds for all threads of a process while one of them compiles, also where operators
+    run.
+    """
+    return 0 if torch.compiler.is_dynamo_compiling() else int(buffer.storage_offset())
 
 
 def bits(x: Tensor) -> Tensor:

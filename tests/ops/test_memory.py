@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -99,3 +100,26 @@ def test_rows_of_the_pool_itself_are_refused_with_the_remedy() -> None:
             pm_ops.store_kv(pool, 0, rows, None, slots)
     pm_ops.store_kv(pool, 0, rows.clone(), None, slots)
     assert torch.equal(pool.view(0, "key")[0].view(torch.int32), rows.view(torch.int32))
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_part_of_a_buffer_is_found_while_another_thread_compiles(
+    compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then ``torch.compiler.is_compiling()`` holds in every thread."""
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 3)
+    memory = torch.zeros(2048, dtype=torch.uint8)
+    fill_random(memory)
+    part = memory[512 : 512 + pool.buffer.numel()]
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiling)
+    assert torch.compiler.is_compiling() == compiling
+    row, slots = torch.randn(1, 1, 8), torch.tensor([5])
+    plane = pool.plane(0, "key")
+    first = 512 + oracle.address(plane.geometry, 4, 5)
+    with writes_only(memory, range(first, first + 32)):
+        torch.ops.pm_ops.store_kv(part, row, None, slots, plane.geometry, None, 4, torch.float32, None)
+    assert memory[first : first + 32].equal(row.flatten().view(torch.uint8))
+    second = range(512 + 2 * pool.layout.page_bytes, 512 + 3 * pool.layout.page_bytes)
+    with writes_only(memory, second):
+        torch.ops.pm_ops.zero_pages(part, torch.tensor([2]), pool.region)
+    assert not memory[second.start : second.stop].any()
