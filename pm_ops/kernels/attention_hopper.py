@@ -158,7 +158,7 @@ def able(a: Attention) -> bool:
         and a.value_scale_tensor is None
         and a.softmax_scale * a.key_scale > 0
         and a.query.stride(2) == 1
-        and not any(n % 16 for plane in (a.key_plane, a.value_plane) for n in plane[:4])
+        and a.planes_divide_by(16)
     )
 
 

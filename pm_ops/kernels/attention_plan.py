@@ -193,7 +193,7 @@ def _packed(a: Attention) -> bool:
     return (
         a.key_dtype.itemsize == a.value_dtype.itemsize == 1
         and a.query.dtype.itemsize == 2
-        and not any(n % 2 for plane in (a.key_plane, a.value_plane) for n in plane[:4])
+        and a.planes_divide_by(2)
         and not any(n % 2 for n in (a.query.shape[2], a.value_dim))
     )
 

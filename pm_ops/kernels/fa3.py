@@ -140,10 +140,7 @@ def reason(a: Attention) -> str | None:
         (not a.window, "its sliding window reads page ids and values before the window, which may be gone"),
         (a.softmax_scale > 0, f"softmax_scale={a.softmax_scale} is not positive"),
         (_takes_dims(dim, a.value_dim), f"it takes no head dims {dim} and {a.value_dim}"),
-        (
-            not any(n % 16 for plane in (a.key_plane, a.value_plane) for n in plane[:4]),
-            "it takes planes whose offset and strides are multiples of 16 bytes",
-        ),
+        (a.planes_divide_by(16), "it takes planes whose offset and strides are multiples of 16 bytes"),
         (a.page_table.shape[1] * a.page_size <= _MAX_INT, "it counts keys in 32 bits"),
         (
             a.sinks is None or (a.sinks.dtype == torch.bfloat16 and heads <= 64 and dim == a.value_dim),

@@ -123,6 +123,10 @@ class Attention:
         """Where the output goes: a fresh ``[Tq, Hq, value_dim]`` of the query's dtype."""
         return self.query.new_empty((*self.query.shape[:2], self.value_dim))
 
+    def planes_divide_by(self, nbytes: int) -> bool:
+        """Whether offset and strides of both planes are multiples of so many bytes."""
+        return not any(n % nbytes for plane in (self.key_plane, self.value_plane) for n in plane[:4])
+
     def plane_views(self) -> tuple[Tensor, Tensor]:
         """Keys and values as views ``[pages, page_size, kv_heads, dim]``, of the pages that both planes have."""
         pages = min(self.key_plane[4], self.value_plane[4])
