@@ -22,7 +22,8 @@ from pm_ops.ops.selective import SelectiveScanPrefill
 from pm_ops.testing import fill_nan, fill_random, writes_only
 
 SMALL = Tiles(chunk=32)
-AROUND = [1, 31, 32, 0, 33, 127, 128, 129, 300]
+SHORTEST = selective_chunks._SHORTEST
+AROUND = [1, 31, 32, 0, 33, 127, 128, 129, 256, 300]
 """Lengths around chunks and segments."""
 GUARD = 4096
 """Bytes of random numbers on each side of a tensor."""
@@ -30,8 +31,9 @@ GUARD = 4096
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few tokens, so that short sequences have several."""
+    """Of 128 tokens, on a device that has many multiprocessors, so that short sequences have several."""
     monkeypatch.setattr(selective_chunks, "_SHORTEST", 128)
+    monkeypatch.setattr(selective_chunks, "multiprocessors", lambda device: 132)
 
 
 @contextmanager
@@ -112,7 +114,8 @@ def test_float32_rows_to_their_own_precision(monkeypatch: pytest.MonkeyPatch) ->
 
 @on_each_device
 def test_chunks_and_segments_as_they_are(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lens = [1, 127, 128, 0, 129, 520, 1100]
+    monkeypatch.setattr(selective_chunks, "_SHORTEST", SHORTEST)
+    lens = [1, 127, 128, 0, 129, 512, 1100]
     check(ssm_prefill(lens, heads=(4, 1), dims=(5, 3), dtype=F16), device, monkeypatch, Tiles())
 
 
