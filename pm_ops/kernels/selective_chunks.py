@@ -436,6 +436,13 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
     return out
 
 
+def kept_bytes(tokens: int, batch: int, state: tuple[int, int, int], item: int, multiprocessors: int) -> int:
+    """Bytes of the states that are kept in between, of chunks and of segments; ``item``: those of an element of x."""
+    segment = segment_of(tokens, state[0], multiprocessors)
+    segments = tokens // segment + batch if tokens > segment else 0
+    return math.prod(state) * ((tokens // TILES.chunk + batch) * item + segments * (4 + item))
+
+
 def segment_of(tokens: int, heads: int, multiprocessors: int) -> int:
     """Tokens of a segment, a power of two: all where heads alone make about as many programs for the states as there
     are multiprocessors, else as many as make two programs for each of these, about.

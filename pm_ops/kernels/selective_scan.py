@@ -21,7 +21,7 @@ from torch import Tensor
 from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
 from .device import is_hopper, multiprocessors
 from .launch import launch
-from .selective_chunks import TILES, scan_in_chunks
+from .selective_chunks import kept_bytes, scan_in_chunks
 from .state import of_head, silu, step_size, tokens_of
 
 if TYPE_CHECKING:
@@ -174,10 +174,10 @@ def in_chunks(tokens: int, batch: int, state: tuple[int, int, int], dtype: torch
     are made. The choice follows from the shape alone, since a CUDA graph is replayed for other sequences.
     """
     heads, head_dim, state_dim = state
-    if (tokens // TILES.chunk + batch) * math.prod(state) * dtype.itemsize > _ROOM:
-        return False
     work = tokens * heads * cdiv(head_dim, _BLOCK_P)
     if not is_hopper(device) or dtype.itemsize != 2 or state_dim > 128 or work == 0 or batch == 0:
+        return False
+    if kept_bytes(tokens, batch, state, dtype.itemsize, multiprocessors(device)) > _ROOM:
         return False
     much = work >= _MUCH * multiprocessors(device)
     return tokens >= (_NOT_SHORT if much else _LONG) * batch

@@ -16,7 +16,7 @@ from state_cases import BF16, F16, F32, copied, owned_bytes, reference, ssm_pref
 from torch import Tensor
 
 from pm_ops.kernels import selective_chunks, selective_scan
-from pm_ops.kernels.selective_chunks import Tiles, scan_in_chunks, segment_of
+from pm_ops.kernels.selective_chunks import Tiles, kept_bytes, scan_in_chunks, segment_of
 from pm_ops.kernels.selective_scan import in_chunks, scan_in_order, selective_scan_prefill
 from pm_ops.ops.selective import SelectiveScanPrefill
 from pm_ops.testing import fill_nan, fill_random, writes_only
@@ -186,6 +186,8 @@ def test_the_choice_follows_from_the_shape_alone(hopper: torch.device) -> None:
         (32768, 8, state, BF16, hopper, True),
         (131072, 1, state, BF16, hopper, True),
         (262144, 4, state, BF16, hopper, False),
+        (256 * 256, 256, (64, 64, 128), BF16, hopper, True),
+        (1024 * 256, 1024, (64, 64, 128), BF16, hopper, False),  # 5 GiB of chunks, 3 of segments
         (1024, 1, (1, 64, 128), BF16, hopper, True),
         (1023, 1, (1, 64, 128), BF16, hopper, False),
         (1023, 1, state, BF16, hopper, False),
@@ -200,6 +202,19 @@ def test_the_choice_follows_from_the_shape_alone(hopper: torch.device) -> None:
         (16384, 1, (0, 64, 128), BF16, hopper, False),
     ):
         assert in_chunks(tokens, batch, shape, dtype, device) == expected, (tokens, batch, shape, dtype)
+
+
+def test_what_the_choice_counts_is_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one segment, and of several."""
+    empty = torch.empty
+    monkeypatch.setattr(selective_chunks, "launch", lambda *args, **options: None)
+    for lens, heads in (([100], 2), ([300, 5, 0, 200], 2), ([1000, 24], 1)):
+        case, made = on(ssm_prefill(lens, heads=(heads, 1), dtype=F16), "meta"), []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *args, made=made, **k: made.append(empty(*args, **k)) or made[-1])
+            scan_in_chunks(case)
+        states = sum(x.nbytes for x in made if x.shape[1:] == (heads, 12, 20))
+        assert states == kept_bytes(sum(lens) + 3, len(lens), (heads, 12, 20), 2, 132)
 
 
 @IN_THE_INTERPRETER
