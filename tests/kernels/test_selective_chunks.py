@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.cases import on, on_each_device
-from kernels.test_state import IN_THE_INTERPRETER, near
+from kernels.test_state import IN_THE_INTERPRETER, near, spaced
 from state_cases import BF16, F16, F32, copied, owned_bytes, reference, ssm_prefill, states_of
 from torch import Tensor
 
@@ -124,6 +124,15 @@ def test_one_segment_a_sequence(device: str, monkeypatch: pytest.MonkeyPatch) ->
     """As many tokens as one has make no second one."""
     check(ssm_prefill([60, 63, 5], padding=0, dtype=F16), device, monkeypatch)
     check(ssm_prefill([128], padding=0, dtype=F16), device, monkeypatch)
+
+
+@IN_THE_INTERPRETER
+def test_strides_past_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rows of a chunk, and of the heads of dt. Of 4 GiB, memory is taken for a few pages."""
+    case = ssm_prefill([17], padding=0, heads=(3, 1), dtype=F16, gate=False)
+    check(replace(case, x=spaced(case.x, (1 << 27, 12, 1))), "cpu", monkeypatch)
+    check(replace(case, B=spaced(case.B, (1 << 27, 20, 1))), "cpu", monkeypatch)
+    check(replace(case, dt=spaced(case.dt, (1, 1 << 30))), "cpu", monkeypatch)
 
 
 @on_each_device
