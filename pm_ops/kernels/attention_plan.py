@@ -139,7 +139,8 @@ def plan_of(s: Shape) -> Plan:
         splits = max(1, min(wanted // max(programs, 1), -(-keys // (2 * block_n)), MAX_SPLITS))
         # A multiprocessor holds four programs of two warps, or three of four: up to three, these are 1 % faster on an
         # H200; beyond, 25 % slower. (Not where splits are fixed: there nothing may follow from the batch.)
-        if (warps, item, widest, s.packed) == (2, 2, 128, False) and 2 < programs * splits / s.multiprocessors <= 3:
+        halves = s.key_dtype.itemsize == s.value_dtype.itemsize == 2
+        if halves and (warps, widest) == (2, 128) and 2 < programs * splits / s.multiprocessors <= 3:
             warps = 4
     return Plan(
         block_m, block_n, block_k, block_v, s.packed, heads, head_blocks, query_blocks, splits, warps, stages, key_dot,

@@ -29,7 +29,15 @@ def test_decodes_of_three_programs_a_multiprocessor_have_four_warps(
     assert 2 * MULTIPROCESSORS < batch * 8 * splits <= 3 * MULTIPROCESSORS or warps == 2
 
 
-@pytest.mark.parametrize("shape", [decode(48, 16384, torch.float8_e4m3fn), decode(48, 16384, dim=256)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        decode(48, 16384, torch.float8_e4m3fn),
+        decode(48, 16384, torch.float8_e4m3fn)._replace(packed=False),
+        decode(48, 16384)._replace(value_dtype=torch.float8_e4m3fn),
+        decode(48, 16384, dim=256),
+    ],
+)
 def test_rows_that_were_not_measured_keep_their_warps(shape: Shape) -> None:
     assert plan_of(shape).warps == plan_of(shape._replace(batch=64, tokens=64)).warps == 2
 
