@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
     except ValueError as error:
         print(f"pm-ops {options.command}: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """pm-ops inspect: what it reads of a model, what it prints, and what it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -321,14 +322,18 @@ copies to move a page   4 layer-major, 1 page-major
         )
 
 
-def test_a_reader_that_has_enough_ends_it_in_silence() -> None:
-    """As ``head`` does, before all is written."""
+@pytest.mark.parametrize(("layers", "lines"), [(4000, 1), (1, 0)])
+def test_a_reader_that_has_enough_ends_it_in_silence(layers: int, lines: int) -> None:
+    """As ``head`` does, before all is written; be that more than Python keeps until the end, or less."""
     program = "import sys; from pm_ops.cli import main; sys.exit(main(sys.argv[1:]))"
-    numbers = ["--layers", "4000", "--kv-heads", "1", "--head-dim", "8", "--all"]
+    numbers = ["--layers", str(layers), "--kv-heads", "1", "--head-dim", "8", "--all"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
-        [sys.executable, "-c", program, "inspect", *numbers], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as command:
+        [sys.executable, "-c", program, "inspect", *numbers],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as command:  # fmt: skip
         assert command.stdout is not None and command.stderr is not None
-        command.stdout.readline()
+        for _ in range(lines):
+            command.stdout.readline()
         command.stdout.close()
         assert command.stderr.read() == b"" and command.wait() == 1
