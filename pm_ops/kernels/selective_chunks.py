@@ -65,7 +65,7 @@ _HEADS = 16
 """Of a program for steps."""
 _CELLS = 2048
 """Of a state, a program that goes from segment to segment."""
-_LEAST = 32
+LEAST = 32
 """Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
 
@@ -366,7 +366,7 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
     chunk = tiles.chunk
     segment = segment_of(tokens, heads, multiprocessors(out.device))
     num_chunks, num_segments = tokens // chunk + batch, tokens // segment + batch
-    block_p = min(tiles.block_p, max(_LEAST, next_power_of_2(head_dim)))
+    block_p = min(tiles.block_p, max(LEAST, next_power_of_2(head_dim)))
     blocks, each = cdiv(head_dim, block_p), heads // groups
     shared = math.gcd(each, tiles.shared)
     new = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
@@ -383,7 +383,7 @@ def scan_in_chunks(a: SelectiveScanPrefill, tiles: Tiles = TILES) -> Tensor:
     page = (a.state_plane[4], *(a.state_plane[n] for n in (0, 1, 3)))
     types = dict(HEADS=heads, DTYPE=TRITON_DTYPE[a.state_dtype])
     shape = dict(HEADS=heads, HEAD_DIM=head_dim, STATE_DIM=state_dim, GROUP=each, CHUNK=chunk)
-    shape |= dict(BLOCK_P=block_p, BLOCK_S=max(_LEAST, next_power_of_2(state_dim)))
+    shape |= dict(BLOCK_P=block_p, BLOCK_S=max(LEAST, next_power_of_2(state_dim)))
     launch(
         _selective_steps,
         (num_chunks * cdiv(heads, _HEADS),),

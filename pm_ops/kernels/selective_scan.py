@@ -21,7 +21,7 @@ from torch import Tensor
 from .common import TRITON_DTYPE, cdiv, near, next_power_of_2
 from .device import is_hopper, multiprocessors
 from .launch import launch
-from .selective_chunks import kept_bytes, scan_in_chunks
+from .selective_chunks import LEAST, kept_bytes, scan_in_chunks
 from .state import of_head, silu, step_size, tokens_of
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ and tokens times heads, a multiprocessor, that are much. On the H200, in µs, in
 123 and 103, 128 x 128 136 and 143."""
 _ROOM = 5 << 30
 """Bytes of states that a scan in chunks may keep in between: a prompt of 131,072 tokens with 128 heads has 4.3e9."""
-_LEAST = 32
-"""Rows and columns of a tile, at least, so that none is spread over fewer than all warps."""
 
 
 @triton.jit(do_not_specialize=["num_tokens", "batch", "num_pages"])
@@ -192,7 +190,7 @@ def scan_in_order(a: SelectiveScanPrefill) -> Tensor:
     groups, state_dim = a.B.shape[-2:]
     batch = a.state_indices.shape[0]
     most, stages = _FLOAT32 if a.x.element_size() == 4 else (_BLOCK_P, _STAGES)
-    block_p = min(most, max(_LEAST, next_power_of_2(head_dim)))
+    block_p = min(most, max(LEAST, next_power_of_2(head_dim)))
     x, dt, B, C, z = (None if rows is None else near(rows, _CHUNK) for rows in (a.x, a.dt, a.B, a.C, a.z))
     launch(
         _selective_scan_prefill,
@@ -225,7 +223,7 @@ def scan_in_order(a: SelectiveScanPrefill) -> Tensor:
         DTYPE=TRITON_DTYPE[a.state_dtype],
         CHUNK=_CHUNK,
         BLOCK_P=block_p,
-        BLOCK_S=max(_LEAST, next_power_of_2(state_dim)),
+        BLOCK_S=max(LEAST, next_power_of_2(state_dim)),
         num_warps=_WARPS,
         num_stages=stages,
     )
