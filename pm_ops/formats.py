@@ -29,6 +29,7 @@ value a layer (models whose layers differ).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -286,7 +287,7 @@ def _per_layer(
     value_dim: int | Sequence[int] | None,
     dtype: Dtype | Sequence[Dtype],
 ) -> Layers:
-    if not isinstance(layers, int) or layers < 1:
+    if not hasattr(layers, "__index__") or layers < 1:
         raise ValueError(f"layers={layers!r}: give the number of layers, 1 or more")
     heads = _numbers(kv_heads, layers, "kv_heads")
     keys = _numbers(head_dim, layers, "head_dim")
@@ -307,10 +308,10 @@ def _scaled(per_layer: Layers) -> list[tuple[int, str, int]]:
 
 
 def _numbers(value: int | Sequence[int], layers: int, name: str) -> list[int]:
-    found = _spread(value, layers, name)
-    if not all(isinstance(number, int) for number in found):
-        raise ValueError(f"{name} is {value!r}; give an integer, or one a layer")
-    return found
+    try:
+        return list(map(operator.index, _spread(value, layers, name)))
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; give an integer, or one a layer") from None
 
 
 def _spread(value: T | Sequence[T], layers: int, name: str) -> list[T]:

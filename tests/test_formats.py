@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -263,6 +264,11 @@ def test_what_is_no_number_is_refused_by_name(bad: dict[str, Any], message: str)
     for make in (pm_ops.page_major, pm_ops.token_major):
         with pytest.raises(ValueError, match=message):
             make(**sizes | bad)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    made = pm_ops.page_major(numpy.int64(2), numpy.int32(2), [numpy.int64(8)] * 2, 4, torch.float32)
+    assert made.to_json() == pm_ops.page_major(2, 2, 8, 4, torch.float32).to_json()
 
 
 @pytest.mark.parametrize("bad", [{"layers": 0}, {"kv_heads": 0}, {"head_dim": -8}, {"page_size": 0}])
