@@ -101,10 +101,21 @@ class FuseRope(RopeStorePass):
         """The pass itself: vLLM compiles with a copy of its configuration, and there is one report to read."""
         return self
 
-    def uuid(self) -> str | None:
-        """As :class:`RopeStorePass`, with vLLM's operators known."""
+    def uuid(self) -> str:
+        """As :class:`RopeStorePass`, with vLLM's operators known.
+
+        Raises:
+            ValueError: it has none. Inductor keeps no such code; vLLM does, as if None named this pass alone.
+        """
         register_operators()
-        return super().uuid()
+        known = super().uuid()
+        if known is None:
+            raise ValueError(
+                "pm_ops: fuse_rope has no uuid() that tells its compiled code from other: what was given to "
+                "register_norm_op or register_rotary_op is no function that its module has by its name, but perhaps a "
+                "lambda or a functools.partial; give such a function, or leave fuse_rope out"
+            )
+        return known
 
 
 def add_pass(config: Any, settings: Settings) -> None:

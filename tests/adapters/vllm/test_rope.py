@@ -24,6 +24,7 @@ from vllm_engine import assert_depends_on_context, engine, generate, random_prom
 from pm_ops.adapters.vllm import hooks
 from pm_ops.adapters.vllm.plugin import register
 from pm_ops.adapters.vllm.rope import HOOK, FuseRope
+from pm_ops.compile_passes.engine_ops import NORM_OPS, ROTARY_OPS
 
 RANDOM = random_prompts(512, (5, 17, 64, 100))
 
@@ -117,6 +118,18 @@ def test_another_pass_runs_first_and_has_to_tell_itself_from_others(qwen3: Path)
     for nameless in (Theirs(None), lambda graph: None):
         with pytest.raises(ValueError, match=f"{HOOK} is .*, which has no uuid.*make it a .*CustomGraphPass"):
             behind(nameless)
+
+
+def test_what_nobody_can_tell_apart_is_not_given_to_vllms_cache(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be found again: unlike Inductor, vLLM takes None for the name of this pass."""
+    config = configure(qwen3, {"fuse_rope": True})
+    config.compute_hash()
+    for registered in (NORM_OPS, ROTARY_OPS):
+        with monkeypatch.context() as patch:
+            patch.setitem(registered, torch.ops.aten.sin.default, lambda *args: None)
+            with pytest.raises(ValueError, match=r"no uuid\(\) .*perhaps a lambda .*or leave fuse_rope out"):
+                config.compute_hash()
+    config.compute_hash()
 
 
 def test_an_operator_that_this_vllm_lacks_is_named_where_the_fusion_is_asked_for(
