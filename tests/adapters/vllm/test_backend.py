@@ -70,17 +70,6 @@ def test_steps_that_the_operator_cannot_do_are_refused() -> None:
         built(step([1, 2], rswa_prefix_lens=torch.tensor([1, 1])))
 
 
-def test_no_graph_is_captured_as_a_step_that_reads_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would call FlashAttention 3 for whatever batch it runs."""
-    monkeypatch.setattr(prompts, "CHUNK", 64)
-    for keys in (64, 4096):
-        batch = step([64]).replace(max_seq_len=keys)
-        assert built(batch).prompts, "the run in front of it, which is not captured"
-        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE):
-            graph = builder(mode).build_for_cudagraph_capture(batch)
-            assert not graph.prompts and graph.max_query_len == 64
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The implementations that layers ask the operator for."""
@@ -93,10 +82,28 @@ def pool(layers: int = 1, dtype: torch.dtype = torch.float32) -> pm_ops.PagePool
     return pm_ops.PagePool(pm_ops.vllm(layers, 2, DIM, 4, dtype, "BLNHC"), 5)
 
 
-def attend(layer: Any, queries: int, keys: int, dtype: torch.dtype = torch.float32) -> None:
-    rows = torch.zeros(queries, HEADS, DIM, dtype=dtype)
-    batch = built(step([queries]).replace(max_seq_len=keys))
+def run(layer: Any, batch: PageMajorMetadata, dtype: torch.dtype = torch.float32) -> None:
+    rows = torch.zeros(batch.tokens, HEADS, DIM, dtype=dtype)
     layer.impl.forward(layer, rows, rows, rows, layer.kv_cache, batch, rows.clone())
+
+
+def attend(layer: Any, queries: int, keys: int, dtype: torch.dtype = torch.float32) -> None:
+    run(layer, built(step([queries]).replace(max_seq_len=keys)), dtype)
+
+
+def test_no_graph_is_captured_as_a_step_that_reads_prompts(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would call FlashAttention 3 for whatever batch it runs."""
+    monkeypatch.setattr(prompts, "CHUNK", 64)
+    monkeypatch.setattr(fa3, "reason", lambda call: None)
+    attention = layer(pool(), 0)
+    for keys in (64, 4096):
+        batch = step([64]).replace(max_seq_len=keys)
+        run(attention, built(batch))  # before it is captured
+        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE):
+            graph = builder(mode).build_for_cudagraph_capture(batch)
+            assert graph.max_query_len == 64
+            run(attention, graph)
+    assert asked == ["fa3", "auto", "auto"] * 2
 
 
 @pytest.mark.parametrize(
