@@ -75,7 +75,7 @@ def define(
         parsed.check()
         check_memory(parsed)
         parsed.check_values()
-        return cpu(parsed)
+        return without_autocast("cpu", cpu, parsed)
 
     launcher = kernel(cuda) if isinstance(cuda, str) else cuda
 
@@ -90,6 +90,14 @@ def define(
     _LIBRARY.impl(name, run_cpu, "CPU")
     _LIBRARY.impl(name, run_cuda, "CUDA")
     torch.library.register_fake(f"pm_ops::{name}", run_fake, lib=_LIBRARY)
+
+
+def without_autocast(device: str, run: Callable[[Any], Any], arguments: Any) -> Any:
+    """Run plain torch in the dtypes that it names, also where the caller's autocast would have torch choose others."""
+    if not torch.is_autocast_enabled(device):
+        return run(arguments)
+    with torch.autocast(device, enabled=False):
+        return run(arguments)
 
 
 def kernel(path: str) -> Callable[[Any], Any]:

@@ -7,16 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._common import plane_view
+from ._common import plane_view, without_autocast
 from ._quantise import dequantise, scale_value
 from .attention import Attention
 
 
 def attention_reference(a: Attention) -> tuple[Tensor, Tensor]:
     """The specification: dense float32 attention, one sequence at a time."""
+    return without_autocast(a.query.device.type, _attention, a)
+
+
+def _attention(a: Attention) -> tuple[Tensor, Tensor]:
     tokens, heads, key_dim = a.query.shape
-    out = torch.zeros(tokens, heads, a.value_dim, device=a.query.device)
-    lse = torch.full((tokens, heads), -torch.inf, device=a.query.device)
+    out = torch.zeros(tokens, heads, a.value_dim, dtype=torch.float32, device=a.query.device)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=a.query.device)
     key_scale = scale_value(a.key_scale, a.key_scale_tensor)
     value_scale = scale_value(a.value_scale, a.value_scale_tensor)
     key = (a.key_plane, key_dim, a.key_dtype, key_scale, a.key_scale_plane)

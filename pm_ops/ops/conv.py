@@ -155,7 +155,7 @@ def _prefill(a: Conv1dPrefill) -> Tensor:
         if page < 0 or rows.start == rows.stop:
             continue
         initial = a.has_initial_state is not None and bool(a.has_initial_state[b])
-        before = states[page].float() if initial else torch.zeros(dim, width - 1)
+        before = states[page].float() if initial else torch.zeros(dim, width - 1, dtype=torch.float32)
         window = torch.cat((before, a.x[rows].float().T), 1)
         out[rows] = _filtered(window, a.weight, a.bias, a.silu).to(a.x.dtype)
         states[page] = window[:, 1 - width :].to(a.state_dtype)

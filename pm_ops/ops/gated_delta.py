@@ -219,7 +219,7 @@ def _prefill(a: GatedDeltaPrefill) -> Tensor:
         if page < 0 or starts[b] == starts[b + 1]:
             continue
         initial = a.has_initial_state is not None and bool(a.has_initial_state[b])
-        state = states[page].float() if initial else torch.zeros(states.shape[1:])
+        state = states[page].float() if initial else torch.zeros(states.shape[1:], dtype=torch.float32)
         for t in range(starts[b], starts[b + 1]):
             state, out[t] = _step(state, *(x[t] for x in inputs))
         states[page] = state.to(a.state_dtype)

@@ -61,7 +61,7 @@ def _merge_attention_cpu(a: MergeAttention) -> tuple[Tensor, Tensor]:
     shift = torch.where(top == -torch.inf, 0.0, top)  # two empty parts: weights exp(-inf) = 0, not exp(nan)
     weight_a, weight_b = torch.exp(a.lse_a - shift), torch.exp(a.lse_b - shift)
     total = weight_a + weight_b
-    out = torch.zeros(a.out_a.shape, device=a.out_a.device)
+    out = torch.zeros(a.out_a.shape, dtype=torch.float32, device=a.out_a.device)
     for part, weight in ((a.out_a, weight_a), (a.out_b, weight_b)):  # by their sum: a large lse's rounding cancels
         out += torch.where(weight[..., None] != 0, part.float() * (weight / total)[..., None], 0.0)
     lse = shift + torch.log(total)

@@ -222,7 +222,7 @@ def _prefill(a: SelectiveScanPrefill) -> Tensor:
         if page < 0 or starts[b] == starts[b + 1]:
             continue
         initial = a.has_initial_state is not None and bool(a.has_initial_state[b])
-        state = states[page].float() if initial else torch.zeros(states.shape[1:])
+        state = states[page].float() if initial else torch.zeros(states.shape[1:], dtype=torch.float32)
         for t in range(starts[b], starts[b + 1]):
             state, y = _token(state, a.x[t], dt[t], a, a.B[t], a.C[t], a.D, None if a.z is None else a.z[t])
             out[t] = y.to(a.x.dtype)

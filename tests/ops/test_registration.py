@@ -1,5 +1,6 @@
 """What every operator promises to torch: schema, fake, autograd, compile."""
 
+import copy
 import dataclasses
 from contextlib import nullcontext
 
@@ -90,6 +91,32 @@ def test_fake_keeps_the_token_count_symbolic():
     with mode:
         out = op_of("load_kv")(mode.from_tensor(args[0]), slots, *args[2:], **kwargs)
     assert isinstance(out.shape[0], torch.SymInt) and out.shape[0].node.expr == slots.shape[0].node.expr
+
+
+@pytest.mark.parametrize("name", MUTATING + READING + INTO)
+@pytest.mark.parametrize("around", ["autocast", "float64", "bfloat16"])
+def test_neither_autocast_nor_the_default_dtype_changes_a_byte(name, around):
+    """What a kernel computes in is part of the specification; attention once gave its lse in the default dtype."""
+
+    def run(args, kwargs):
+        args, kwargs = copy.deepcopy((args, kwargs))
+        out = tree_leaves((op_of(name)(*args, **kwargs), args, kwargs))
+        return [x for x in out if isinstance(x, torch.Tensor)]
+
+    for args, kwargs in sample_inputs(name):
+        expected = run(args, kwargs)
+        if around == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                got = run(args, kwargs)
+        else:
+            torch.set_default_dtype(getattr(torch, around))
+            try:
+                got = run(args, kwargs)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        for g, e in zip(got, expected, strict=True):
+            assert g.dtype == e.dtype
+            torch.testing.assert_close(g.double(), e.double(), rtol=0, atol=0, equal_nan=True)
 
 
 SCALES = ["key_scale_tensor", "value_scale_tensor"]
