@@ -195,12 +195,14 @@ def _load_kv_fake(a: LoadKV) -> Tensor:
 
 
 def _load_kv_cpu(a: LoadKV) -> Tensor:
-    slots = a.slots.clamp(min=0)
+    kept = (a.slots >= 0).nonzero().squeeze(1)
+    page, token = a.slots[kept] // a.page_size, a.slots[kept] % a.page_size
 
     def rows(plane: Sequence[int], dim: int, dtype: torch.dtype) -> Tensor:
         cells = bits(plane_view(a.buffer, plane, a.page_size, a.heads, dim, dtype))
-        found = cells[slots // a.page_size, slots % a.page_size]
-        return torch.where((a.slots >= 0)[:, None, None], found, torch.zeros_like(found)).view(dtype)
+        found = cells.new_zeros((len(a.slots), a.heads, dim))
+        found[kept] = cells[page, token]
+        return found.view(dtype)
 
     found = rows(a.plane, a.dim, a.dtype)
     if a.out_dtype is None:

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
+import pm_ops
 from pm_ops.ops import attention, conv, gated_delta, merge, mla, pages, repack, rope, selective, store
 from pm_ops.testing import sample_inputs
 
@@ -117,6 +118,12 @@ def test_neither_autocast_nor_the_default_dtype_changes_a_byte(name, around):
         for g, e in zip(got, expected, strict=True):
             assert g.dtype == e.dtype
             torch.testing.assert_close(g.double(), e.double(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_rows_and_rows_of_one_element_have_the_fakes_strides():
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 3, 1, 2, torch.bfloat16), 2)
+    for count in (0, 1, 2):
+        assert pm_ops.load_kv(pool, 0, torch.arange(count)).stride() == (3, 1, 1)
 
 
 SCALES = ["key_scale_tensor", "value_scale_tensor"]
