@@ -202,6 +202,8 @@ def _step(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tenso
 def _update(a: GatedDeltaUpdate) -> Tensor:
     inputs = [x if a.query.dim() == 4 else x[:, None] for x in _inputs(a)]
     tokens, states = inputs[0].shape[1], _states(a)
+    if tokens == 0:
+        return a.value.new_empty(a.value.shape)
     source, target = update_pages(a.state_indices, a.num_accepted, tokens)
     live = source >= 0
     state, out = states[source[live]].float(), inputs[2].new_zeros(inputs[2].shape)

@@ -126,6 +126,13 @@ def test_no_rows_and_rows_of_one_element_have_the_fakes_strides():
         assert pm_ops.load_kv(pool, 0, torch.arange(count)).stride() == (3, 1, 1)
 
 
+def test_gated_delta_update_takes_no_tokens():
+    pool = pm_ops.PagePool(pm_ops.state_page(1, {"ssm": ((2, 3, 4), torch.float32)}), 2)
+    rows = (torch.zeros(2, 0, 1, 4), torch.zeros(2, 0, 1, 4), torch.zeros(2, 0, 2, 3), *torch.zeros(2, 2, 0, 2))
+    indices = torch.zeros(2, 0, dtype=torch.int32)
+    assert pm_ops.gated_delta_update(pool, 0, *rows, indices).shape == (2, 0, 2, 3)
+
+
 SCALES = ["key_scale_tensor", "value_scale_tensor"]
 GRAD_INPUTS = {
     "store_kv": ["key", "value", *SCALES],
