@@ -347,7 +347,8 @@ def require_values(holds: Tensor, message: Callable[[], str]) -> None:
 
 def require_in_range(name: str, index: Tensor, limit: int, what: str) -> None:
     """Every index is below ``limit``; negative ones mean: skip."""
-    require_values(index < limit, lambda: f"{name} has {int(index.max())}, but there are {limit} {what}")
+    last = min(limit - 1, torch.iinfo(index.dtype).max)  # torch compares in the dtype, in which more would wrap around
+    require_values(index <= last, lambda: f"{name} has {int(index.max())}, but there are {limit} {what}")
 
 
 def require_distinct(name: str, index: Tensor) -> None:

@@ -133,6 +133,14 @@ def test_gated_delta_update_takes_no_tokens():
     assert pm_ops.gated_delta_update(pool, 0, *rows, indices).shape == (2, 0, 2, 3)
 
 
+def test_int32_indices_go_with_more_slots_than_they_can_name():
+    buffer = torch.arange(2**17).to(torch.uint8)
+    plane = [0, 1, 1, 1, 2**16]  # 2**32 slots, which overlap
+    slots = torch.tensor([7, 3 * 2**16 + 5, 2**31 - 1], dtype=torch.int32)
+    rows = torch.ops.pm_ops.load_kv(buffer, slots, plane, 2**16, 1, 1, torch.int8)
+    assert rows.flatten().tolist() == [7, 8, -2]
+
+
 SCALES = ["key_scale_tensor", "value_scale_tensor"]
 GRAD_INPUTS = {
     "store_kv": ["key", "value", *SCALES],
