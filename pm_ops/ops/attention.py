@@ -258,7 +258,8 @@ class Attention:
             first = torch.arange(table.shape[1], device=table.device) * self.page_size
             read = (first < lengths[:, None]) & (queries > 0)[:, None]
             if self.window:
-                read &= first + self.page_size > (lengths - queries - self.window + 1)[:, None]
+                window = min(self.window, capacity)  # more would not fit the dtype
+                read &= first + self.page_size > (lengths - queries - window + 1)[:, None]
             pages = torch.where(read, table, 0)
             planes = (self.key_plane, self.value_plane, self.key_scale_plane, self.value_scale_plane)
             limit = min(plane[4] for plane in planes if plane is not None)

@@ -78,7 +78,7 @@ def _attend(a: Attention, b: int, first: int, q: Tensor, k: Tensor, v: Tensor) -
     if a.causal:
         visible &= j <= position
     if a.window:
-        visible &= (j > position - a.window) & (j < position + a.window)
+        visible &= (j - position).abs() < a.window
     visible = visible.expand(heads, -1, -1)
     if a.bias is not None:
         logits, visible = _biased(a.bias[b % a.bias.shape[0], ..., first:], logits, visible)

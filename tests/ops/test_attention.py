@@ -220,6 +220,19 @@ def test_key_and_value_planes_may_have_their_own_strides_and_bases():
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
+@pytest.mark.parametrize("window", [2**31, 2**32 + 1, 2**63 - 1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_may_be_wider_than_any_sequence(causal, window):
+    """sys.maxsize once hid every key; and 2**32 + 1, in int32, once was 1 where page ids are checked."""
+    case = attention_case("cpu", [13, 30], [2, 3], page_size=4, causal=causal)
+    out, _ = call(case, window=window)
+    assert torch.equal(out, call(case)[0])
+    table = case.page_table.int()
+    table[:, 0] = 2**30
+    with pytest.raises(ValueError, match="page_table has 1073741824"):
+        call(case, window=window, page_table=table, seq_lens=case.seq_lens.int())
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 1, 2, 4])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 5), (3, 5), (5, 3), (2, 1), (4, 4)])
