@@ -117,9 +117,9 @@ def finished(folder: Path, content: Content) -> Iterator[Path]:
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename a finished file, so that it is there after a power failure too."""
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # first: one without this right replaces nothing
     try:
+        os.replace(temporary, path)
         os.fsync(folder)
     finally:
         os.close(folder)

@@ -222,7 +222,7 @@ def test_saving_replaces_a_file_whole(file: Path) -> None:
     assert os.listdir(file.parent) == [file.name]
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
 def test_an_error_while_saving_leaves_the_old_file_and_nothing_beside_it(
     call: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
