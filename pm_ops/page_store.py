@@ -182,7 +182,8 @@ class PageStore:
         """
         begin, end = TEMPORARY
         for path in self.folder.glob(f"{begin}*{end}"):
-            with suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
+            # one of another user may be unreadable, or not ours to remove
+            with suppress(FileNotFoundError, BlockingIOError, PermissionError), open(path, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
         entries = self._entries()

@@ -311,6 +311,23 @@ def test_a_file_that_is_being_written_is_left_alone_and_is_no_entry(tmp_path: Pa
     assert not temporaries(tmp_path)
 
 
+def test_a_left_over_file_that_may_not_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, in a folder that all may write, once kept everybody else from opening the store."""
+    left, ours = tmp_path / ".pm_ops-0.tmp", tmp_path / ".pm_ops-1.tmp"
+    left.touch()
+    ours.touch()
+    unlink = Path.unlink
+
+    def refusing(path: Path, missing_ok: bool = False) -> None:
+        if path == left:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    assert PageStore(tmp_path, ENTRY, model=MODEL).put("a", packed_pool(LAYOUT, 6), [0, 1])
+    assert temporaries(tmp_path) == [left]
+
+
 def test_a_file_taken_for_left_over_before_it_was_locked_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
