@@ -65,6 +65,13 @@ def run_view(
     return buffer.as_strided((num_pages, page_size, nbytes), (page_stride, token_stride, 1), start)
 
 
+def runs_inside(offset: Tensor, stride: Tensor, nbytes: Tensor, page_size: int, page_bytes: int) -> Tensor:
+    """Whether a run lies in the page for every slot. Nothing here can leave int64 where the answer is yes."""
+    sizes = (offset >= 0) & (stride >= 0) & (nbytes >= 1) & (offset <= page_bytes) & (nbytes <= page_bytes)
+    room = page_bytes - offset - nbytes
+    return sizes & (room >= 0) & ((stride <= room // max(page_size - 1, 1)) | (page_size == 1))
+
+
 @dataclass(slots=True)
 class CopyPages:
     """Arguments of ``pm_ops::copy_pages``: page ``src[i]`` onto ``dst[i]``, all read before one is written.
@@ -233,9 +240,8 @@ class CopySlots:
 
     def check_values(self) -> None:
         offset, token_stride, nbytes = self.runs.unbind(1)
-        inside = offset + (self.page_size - 1) * token_stride + nbytes <= self.region[2]
         require_values(
-            inside & (offset >= 0) & (token_stride >= 0) & (nbytes >= 1),
+            runs_inside(offset, token_stride, nbytes, self.page_size, self.region[2]),
             lambda: f"runs leave the page of {self.region[2]} bytes: {self.runs.tolist()}",
         )
         slots = self.region[3] * self.page_size

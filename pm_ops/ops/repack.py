@@ -25,7 +25,7 @@ from ._common import (
     require_indices,
     require_values,
 )
-from .pages import require_region, run_view
+from .pages import require_region, run_view, runs_inside
 
 WIDER = {
     torch.float8_e4m3fn: (torch.float16, torch.bfloat16, torch.float32),
@@ -111,13 +111,13 @@ class RepackPages:
         state = (source_stride == 0) & (target_stride == 0) & (self.src_page_size == self.dst_page_size)
         items = self.items
         wide = written != read
-        fits = (read >= 1) & (~wide | (written * items[0] == read * items[1]))
+        fits = ~wide | (written * items[0] == read * items[1])
         for start, stride, nbytes, item, size, region in (
             (source, source_stride, read, items[0], self.src_page_size, self.src_region),
             (target, target_stride, written, items[1], self.dst_page_size, self.dst_region),
         ):
             fits &= ~wide | ((start % item == 0) & (stride % item == 0) & (nbytes % item == 0))
-            fits &= (start >= 0) & (stride >= 0) & (start + (size - 1) * stride + nbytes <= region[2])
+            fits &= runs_inside(start, stride, nbytes, size, region[2])
             fits &= (stride >= nbytes) | state | (size == 1)
         require_values(
             fits,

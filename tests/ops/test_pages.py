@@ -133,7 +133,11 @@ def test_a_region_that_leaves_the_buffer_or_whose_pages_overlap_is_refused(regio
         torch.ops.pm_ops.zero_pages(buffer, torch.tensor([1]), region)
 
 
-@pytest.mark.parametrize("run", [[100_000, 64, 64], [-64, 64, 64], [64, 64, 129], [0, 64, 0]])
+OUTSIDE = [[100_000, 64, 64], [-64, 64, 64], [64, 64, 129], [0, 64, 0]]
+WRAPPING = [[64, 2**62, 64], [2**63 - 1, 64, 64], [64, 64, 2**63 - 1]]  # the last byte's place, in int64
+
+
+@pytest.mark.parametrize("run", OUTSIDE + WRAPPING)
 def test_runs_that_leave_the_page_are_refused_before_any_byte_is_written(run):
     pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 3)
     fill_random(pool.buffer)

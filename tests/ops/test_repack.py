@@ -263,6 +263,7 @@ REFUSED = {
     "dst_pages has 99, but there are 4 pages in the target": {"dst_pages": torch.tensor([0, 99])},
     "dst_pages names 1 twice": {"dst_pages": torch.tensor([1, 1])},
     "runs leave the pages": {"runs": torch.tensor([[0, 16, 0, 16, 16, 16], [0, 1 << 20, 0, 16, 16, 16]])},
+    "runs leave the pages of": {"runs": torch.tensor([[0, 16, 0, 16, 16, 16], [0, 2**61, 0, 16, 16, 16]])},
     "runs leave .* tokens overlap": {"runs": torch.tensor([[0, 16, 0, 8, 16, 16]])},
     "runs .* tokens overlap": {"runs": torch.tensor([[0, 0, 0, 0, 16, 16]])},  # a state, between unequal pages
     "not those of None and None": {"runs": torch.tensor([[0, 16, 0, 32, 16, 32]])},
