@@ -267,6 +267,7 @@ def require_plane(
         offset >= 0,
         page_stride >= 0,
         token_stride >= 0,
+        head_stride >= 0,
         either(page_stride > 0, num_pages == 1),
         either(token_stride > 0, page_size == 1),
         head_stride >= dim * item or heads == 1,

@@ -187,6 +187,18 @@ def test_a_plane_that_leaves_the_buffer_is_refused():
         torch.ops.pm_ops.load_kv(pool.buffer, torch.tensor([0]), [2, *plane[1:]], 4, 2, 8, torch.float32)
 
 
+def test_a_negative_head_stride_is_refused_of_one_head_too():
+    """Of values it was refused when the keys were written."""
+    pool = pm_ops.PagePool(pm_ops.page_major(1, 1, 8, 4, torch.float32), 5)
+    fill_random(pool.buffer)
+    key, (offset, page, token, head, pages) = pool.geometry(0, "key"), pool.geometry(0, "value")
+    value, rows = [offset, page, token, -head, pages], torch.ones(1, 1, 8)
+    with writes_only(pool.buffer, []), pytest.raises(ValueError, match="none negative"):
+        torch.ops.pm_ops.store_kv(
+            pool.buffer, rows, rows, torch.tensor([0]), key, value, 4, torch.float32, torch.float32
+        )
+
+
 @pytest.mark.parametrize("shifts", [(2, 0, 0, 0), (0, 3, 1, 0), (0, 1, 0, 3), (0, 0, 1, 3), (1, 1, 1, 1)])
 def test_offset_and_strides_that_are_no_multiples_of_the_element_are_refused(shifts):
     """Each by itself: two odd ones whose sum is even too."""
