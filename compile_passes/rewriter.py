@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map
 
 from .binding import Binding
 from .engine_ops import ENGINE_OPS, ROTARY_OPS
@@ -168,7 +169,8 @@ class Rewriter(Interpreter):
                 "gather), scaled_dot_product_attention, and registered engine operators; "
                 'on_unsupported_read="materialize" copies the cache out of its pages on every call instead'
             )
-        return self._call(n)
+        found = self._call(n)  # strides of what a dense copy becomes may be others than those of what its view does
+        return tree_map(restride, found, n.meta["val"]) if "val" in n.meta else found
 
     def _dense(self, n: Node) -> Any:
         """A node's value, shadows as dense tensors on the record."""

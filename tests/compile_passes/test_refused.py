@@ -242,6 +242,17 @@ def test_a_cache_whose_axes_a_view_mixes_is_materialized_whole(
     assert "load_kv of the whole cache" in str(twins.binding.report())
 
 
+def expanded(k: Tensor, v: Tensor, out: Tensor, at: Tensor) -> Tensor:
+    k, v = (c[:, None].expand(-1, 3, -1, -1) for c in (k, v))
+    return k.clone().view(-1) + v.double().as_strided((960,), (1,))
+
+
+def test_what_a_materialized_read_gives_lies_in_memory_as_eagers_does(paged: Any) -> None:
+    """Code behind it looks at that in another shape, or by strides of its own."""
+    twins = paged(form="SHD", write=write, read=expanded, on_unsupported_read="materialize")
+    twins.check(torch.randn(3, HEADS, DIM), torch.tensor([1, 7, 2]))
+
+
 def test_a_copy_between_caches_is_materialized_on_request(paged: Any) -> None:
     twins = paged(form="SHD", write=from_another_cache, read=gather, on_unsupported_read="materialize")
     twins.check(torch.randn(3, HEADS, DIM), torch.tensor([1, 7, 2]))
