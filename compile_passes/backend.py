@@ -73,7 +73,7 @@ class PageMajorBackend:
         if not bound:
             self._check_touched([], gm)
             return self._compile_inner(gm, inputs, mode, options)
-        if wants_gradient(gm):
+        if wants_gradient(gm, bound):
             raise RewriteError(
                 "the model is called with gradients enabled, and a cache in pages has none; call it under "
                 "torch.no_grad() or torch.inference_mode()"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -112,10 +112,14 @@ def guard_modules() -> None:
             install_guard(LocalSource(name, is_input=True).make_guard(GuardBuilder.ID_MATCH))
 
 
-def wants_gradient(gm: GraphModule) -> bool:
-    """Does an output of a Dynamo graph need a gradient? Under ``no_grad``, inside the graph or around it, none does."""
-    (output,) = gm.graph.find_nodes(op="output")
-    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+def wants_gradient(gm: GraphModule, caches: Iterable[int]) -> bool:
+    """Does an output of a Dynamo graph need a gradient, or what it writes to one of these of its inputs?
+
+    Under ``no_grad``, inside the graph or around it, none does.
+    """
+    (output,), placeholders = (gm.graph.find_nodes(op=op) for op in ("output", "placeholder"))
+    nodes = [*output.all_input_nodes, *(placeholders[i] for i in caches)]  # a tensor is told what was written to it
+    values = [node.meta.get("example_value") for node in nodes]
     return any(isinstance(v, Tensor) and v.requires_grad for v in values)
 
 

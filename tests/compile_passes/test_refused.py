@@ -287,6 +287,23 @@ def test_gradients_are_refused(paged: Any) -> None:
         twins.compiled(torch.randn(3, HEADS, DIM, requires_grad=True), torch.tensor([1, 7, 2]))
 
 
+def test_gradients_of_what_is_only_written_are_refused(paged: Any) -> None:
+    """No output has one, but eager would keep it in the cache, for what reads that."""
+    twins = paged(form="SHD", write=write, read=gather)
+
+    def prefill(x: Tensor, at: Tensor) -> Tensor:
+        twins.model.k[0][2:5] = x * 2
+        return at + 1
+
+    compiled = torch.compile(prefill, backend=twins.backend, fullgraph=True)
+    x, at = torch.randn(3, HEADS, DIM), torch.tensor([1])
+    with pytest.raises(Exception, match=r"torch\.no_grad"):
+        compiled(x.clone().requires_grad_(), at)
+    compiled(x, at)
+    with torch.no_grad():
+        compiled(x.clone().requires_grad_(), at)
+
+
 def test_nothing_rewritten_is_an_error_unless_asked_otherwise(paged: Any) -> None:
     class Other(torch.nn.Module):
         """Keeps copies of the caches that are bound, as a model that was deep-copied would."""
