@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from pm_ops.ops._common import ROW_DTYPES
+
 from .forms import CachePlane
 from .report import Entry, RewriteError, form_of, user_line
 from .selections import Selection
@@ -76,6 +78,11 @@ class PageOps:
         plane = selection.region.plane
         if selection.region.find("x"):
             raise RewriteError("a write through an expanded view names every slot several times")
+        if plane.dtype not in ROW_DTYPES:
+            raise RewriteError(
+                f"the cache of {plane.label} is {plane.dtype}, which store_kv only quantises to: write it by an "
+                "engine's operator, which register_store_op gives a scale"
+            )
         if value.dtype != plane.dtype:
             value = value.to(plane.dtype)  # torch's own cast, as the cache would have done it
         self.store_rows([PlaneWrite(plane, selection.rows(value), self.slots(selection), *self.where())])

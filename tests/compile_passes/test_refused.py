@@ -107,6 +107,21 @@ def test_a_write_that_is_not_exact_is_refused(paged: Any, form: Callable[..., No
     assert "refused:" in str(twins.binding.report())
 
 
+def test_integers_written_to_a_cache_are_refused(paged: Any) -> None:
+    class Quantised(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k, self.v = ([torch.zeros(20, HEADS, DIM, dtype=torch.int8)] for _ in range(2))
+
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            self.k[0][at] = x  # this line
+            return at + 1
+
+    twins = paged(Quantised(), pages=5, dtype=torch.int8)
+    with torch.no_grad(), pytest.raises(Exception, match="RewriteError: .*int8.*register_store_op[\\s\\S]*# this line"):
+        twins.compiled(torch.ones(3, HEADS, DIM, dtype=torch.int8), torch.tensor([1, 7, 2]))
+
+
 BY_HAND: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "an operator": ("SHD", "buffer", lambda binding, view, at: pm_ops.load_kv(binding.pool, 0, at, "key")),  # this line
     "a view": ("SHD", "buffer", lambda binding, view, at: view[at].sum()),  # this line
