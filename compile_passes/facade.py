@@ -41,6 +41,13 @@ _OPERATORS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
     (Tensor.__rmod__, lambda cache, other: torch.remainder(other, cache)),
 )
 
+# Writes that are given a tensor. Dynamo forgets the class of one that is written so, and with that all methods below;
+# it is let write to a view.
+_WRITES: tuple[Any, ...] = (
+    *(Tensor.__setitem__, Tensor.index_put_, Tensor.index_copy_, Tensor.index_fill_),
+    *(Tensor.copy_, Tensor.scatter_, Tensor.fill_),
+)
+
 
 class Facade(torch.Tensor):
     """A bound cache. Shape, strides, dtype and device are the cache's; there is no data behind them.
@@ -64,6 +71,9 @@ class Facade(torch.Tensor):
                 if func is method:
                     func = function
             with without_facades():
+                for method in _WRITES:
+                    if func is method:
+                        args = (args[0][...], *args[1:])
                 return func(*args, **(kwargs or {}))
         return _eager(func, args, kwargs or {})
 

@@ -83,6 +83,34 @@ def test_tensor_methods_written_in_python_are_traced(name: str) -> None:
         IN_PYTHON[name](keys[1])
 
 
+ROWS, AT = torch.ones(2, HEADS, DIM), torch.tensor([9, 1])
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "set": lambda k: k.__setitem__(AT, ROWS),
+    "index_put_": lambda k: k.index_put_((AT,), ROWS),
+    "index_copy_": lambda k: k.index_copy_(0, AT, ROWS),
+    "index_fill_": lambda k: k.index_fill_(0, AT, torch.tensor(2.0)),
+    "copy_": lambda k: k.copy_(ROWS[:1]),
+    "scatter_": lambda k: k.scatter_(0, AT[:, None, None].expand(-1, HEADS, DIM), ROWS),
+    "fill_": lambda k: k.fill_(torch.tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_tensor_methods_written_in_python_are_traced_behind_a_write(name: str) -> None:
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+
+    def step(k: Tensor) -> Tensor:
+        WRITES[name](k)
+        return k.unflatten(0, (5, 8))[1:3, 1] + k.split(8)[1][:2] + k.norm()
+
+    expected = step(keys[1].clone())
+    backend = page_major_backend(
+        bind(make_pool(), keys=keys, values=values), "eager", on_unsupported_read="materialize"
+    )
+    with torch.no_grad():
+        assert torch.equal(torch.compile(step, backend=backend, fullgraph=True)(keys[1]), expected)
+
+
 DATA: dict[str, Callable[[Any], Any]] = {
     "a view's data": lambda k: k[0] + 1,
     "index": lambda k: k[torch.tensor([1])],
