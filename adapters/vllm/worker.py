@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from vllm.logger import init_logger
@@ -57,7 +58,14 @@ class PageMajorWorker:
         )
 
     def allocate_cache(self, kv_cache_config: Any) -> None:
-        """As vLLM does."""
+        """As vLLM does. Its runner looks for the layers that read another one's cache where a group of unlike layers
+        has its specs, and vLLM lists those with a cache of their own there."""
+        kv_cache_config = deepcopy(kv_cache_config)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        targets = {name: getattr(layer, "kv_sharing_target_layer_name", None) for name, layer in layers.items()}
+        for group in kv_cache_config.kv_cache_groups:
+            specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            specs |= {name: specs[target] for name, target in targets.items() if target in specs}
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def page_pools(self) -> list[pm_ops.PagePool]:

@@ -41,6 +41,14 @@ def sliding_and_full() -> Any:
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**{**SIZES, **changes}))
 
 
+def shared_caches() -> Any:
+    """Gemma 4: heads of full attention are larger, and the last layers read the caches of those before."""
+    changes = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 32}
+    changes |= {"global_head_dim": 64, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}
+    sizes = {**SIZES, **changes, "vocab_size_per_layer_input": 512}
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes))
+
+
 def softcap() -> Any:
     """Gemma 2: logits capped, windows in every other layer."""
     changes = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "sliding_window": 32}
@@ -157,8 +165,8 @@ def test_small_hybrid_blocks_find_shorter_prefixes_and_give_the_same_tokens(tmp_
     assert (aligned[3], small[3]) == ([0, 0, 0], [256, 256, 128]), "tokens found in the prefix cache"
 
 
-@pytest.mark.parametrize("make", [softcap, alibi, sinks], ids=["softcap", "alibi", "sinks"])
-def test_other_kinds_of_logits(tmp_path: Path, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("make", [softcap, alibi, sinks, shared_caches])
+def test_other_kinds_of_attention(tmp_path: Path, make: Callable[[], Any]) -> None:
     folder = save_tiny(make(), tmp_path)
     with engine(folder, skip_tokenizer_init=True) as llm:
         assert_depends_on_context(llm, PROMPTS[3])

@@ -36,7 +36,8 @@ def test_flash_attention_3_is_looked_for_where_it_was_asked_for(loads: list[str]
 @pytest.mark.parametrize("zeroing", [False, True])
 def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
-    packed = SimpleNamespace(needs_kv_cache_zeroing=zeroing)
+    plan = SimpleNamespace(kv_cache_groups=[])
+    packed = SimpleNamespace(kv_cache_groups=[], needs_kv_cache_zeroing=zeroing)
     monkeypatch.setattr(worker_cuda, "pack", lambda config: (done.append(("pack", config)), packed)[1])
     monkeypatch.setattr(worker_cuda, "place_states", lambda *call: done.append(("place", *call)))
     monkeypatch.setattr(worker_cuda, "replace_zeroer", lambda *call: done.append(("zero", *call)))
@@ -46,12 +47,12 @@ def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatc
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": 1}))
     worker.model_runner = "a runner"
     monkeypatch.setattr(hooks, "generation", lambda: hooks.LAYOUTS)
-    worker.allocate_cache("the plan")
-    assert done == [("vLLM's", "the plan")]
+    worker.allocate_cache(plan)
+    assert done == [("vLLM's", plan)]
     done.clear()
     monkeypatch.setattr(hooks, "generation", lambda: hooks.PACKED)
-    worker.allocate_cache("the plan")
-    steps = [("pack", "the plan"), ("vLLM's", packed), ("place", packed, {"a": 1}), ("zero", "a runner", "a pool")]
+    worker.allocate_cache(plan)
+    steps = [("pack", plan), ("vLLM's", packed), ("place", packed, {"a": 1}), ("zero", "a runner", "a pool")]
     assert done == (steps if zeroing else steps[:3])
 
 
