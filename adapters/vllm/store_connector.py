@@ -136,6 +136,8 @@ class PageStoreConnector(KVConnectorBase_V1):
             return 0, False  # its tokens may change
         tracked = self.tracked.setdefault(request.request_id, Prompt(request, self.page_size))
         tracked.asked = time.time_ns()
+        if request.skip_reading_prefix_cache:
+            return 0, False  # vLLM 0.26 would take what was found all the same
         tracked.first = block = num_computed_tokens // self.page_size
         last = (request.num_tokens - 1) // self.page_size
         while block < last and (block in tracked.read or self._read(tracked, block)):

@@ -256,6 +256,15 @@ def test_requests_that_their_tokens_do_not_tell_are_left_alone(model: Path, tmp_
     assert ours.tracked == {}
 
 
+def test_a_request_that_must_not_find_a_prefix_is_not_looked_up_and_kept(model: Path, tmp_path: Path) -> None:
+    """Such as one whose prompt's log probabilities are asked for; vLLM 0.26 takes whatever a connector finds."""
+    plain = {"mm_features": [], "prompt_embeds": None, "lora_request": None, "resumable": False, "cache_salt": None}
+    ours = connector(model, tmp_path)
+    request = SimpleNamespace(**plain, request_id="a", num_tokens=40, skip_reading_prefix_cache=True)
+    assert ours.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert list(ours.tracked) == ["a"]
+
+
 def test_layers_that_drop_or_overwrite_blocks_are_refused(model: Path, tmp_path: Path) -> None:
     window = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=32)
     with pytest.raises(
