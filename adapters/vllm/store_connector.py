@@ -106,16 +106,21 @@ class PageStoreConnector(KVConnectorBase_V1):
         self.page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         options = self._kv_transfer_config.kv_connector_extra_config
         kind = [*_identity(vllm_config), self.settings.layout, self.page_size]
-        folder = Path(options["folder"]) / hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:32]
+        name = hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:32]
         model = options.get("model") or vllm_config.model_config.model
-        max_bytes = int(options.get("max_bytes", MAX_BYTES))
+        try:
+            max_bytes = int(options.get("max_bytes", MAX_BYTES))
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"PageStoreConnector: max_bytes is {options['max_bytes']!r}; it must be a number of bytes"
+            ) from None
         block_bytes = bytes_of_page(kv_cache_config)
         if max_bytes < 2 * block_bytes:
             raise ValueError(
                 f"PageStoreConnector: max_bytes={max_bytes}, and one block of {self.page_size} tokens is {block_bytes} "
                 "bytes; raise max_bytes"
             )
-        self.store = PageStore(folder, max_bytes, model=model)
+        self.store = PageStore(Path(options["folder"]) / name, max_bytes, model=model)
         self.tracked: dict[str, Prompt] = {}
         self.loads: list[tuple[int, Tensor]] = []
         self.layout: PageLayout | None = None
@@ -233,6 +238,9 @@ def _supported(vllm_config: Any, kv_cache_config: Any) -> Settings:
             f"PageStoreConnector: kv_connector_extra_config is {options}; it needs a folder, and may have "
             f"{', '.join(OPTIONS[1:])}"
         )
+    role = vllm_config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        raise ValueError(f"PageStoreConnector writes and reads; kv_role is {role}, set it to kv_both")
     if vllm_config.parallel_config.world_size > 1:
         raise ValueError("PageStoreConnector supports one worker; run it without tensor or pipeline parallelism")
     specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]

@@ -23,11 +23,11 @@ from pm_ops import PageStore
 from pm_ops.adapters.vllm.store_connector import PageStoreConnector, Prompt
 
 
-def transfer(options: dict[str, Any]) -> KVTransferConfig:
+def transfer(options: dict[str, Any], role: Any = "kv_both") -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="PageStoreConnector",
         kv_connector_module_path="pm_ops.adapters.vllm.store_connector",
-        kv_role="kv_both",
+        kv_role=role,
         kv_connector_extra_config=options,
     )
 
@@ -210,20 +210,31 @@ def test_settings_that_cannot_work_are_refused(
         pass
 
 
-def connector(model: Path, folder: Path, spec: Any = None, **options: Any) -> PageStoreConnector:
+def connector(
+    model: Path, folder: Path, spec: Any = None, size: Any = 1 << 30, role: str = "kv_both", **options: Any
+) -> PageStoreConnector:
     """The scheduler's side, without an engine."""
     config = EngineArgs(
         str(model),
         dtype="float32",
         skip_tokenizer_init=True,
         additional_config={"pm_ops": True},
-        kv_transfer_config=transfer({"folder": str(folder)}),
+        kv_transfer_config=transfer({"folder": str(folder), "max_bytes": size}, role),
         **options,
     ).create_engine_config()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32) if spec is None else spec
     groups, tensors = [SimpleNamespace(kv_cache_spec=spec)], [SimpleNamespace(block_stride=32768)]
     cache = SimpleNamespace(num_blocks=4, kv_cache_groups=groups, kv_cache_tensors=tensors)
     return PageStoreConnector(config, KVConnectorRole.SCHEDULER, cache)
+
+
+def test_sizes_that_are_no_numbers_and_other_roles_are_refused(model: Path, tmp_path: Path) -> None:
+    for size in ("many", None):
+        with pytest.raises(ValueError, match=f"max_bytes is {size!r}; it must be a number of bytes"):
+            connector(model, tmp_path, size=size)
+    for role in ("kv_producer", "kv_consumer"):
+        with pytest.raises(ValueError, match=f"writes and reads; kv_role is {role}, set it to kv_both"):
+            connector(model, tmp_path, role=role)
 
 
 def test_whatever_changes_keys_or_values_has_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
