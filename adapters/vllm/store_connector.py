@@ -120,7 +120,7 @@ class PageStoreConnector(KVConnectorBase_V1):
                 f"PageStoreConnector: max_bytes={max_bytes}, and one block of {self.page_size} tokens is {block_bytes} "
                 "bytes; raise max_bytes"
             )
-        self.store = PageStore(Path(options["folder"]) / name, max_bytes, model=model)
+        self.store = PageStore(Path(options["folder"]).expanduser() / name, max_bytes, model=model)
         self.tracked: dict[str, Prompt] = {}
         self.loads: list[tuple[int, Tensor]] = []
         self.layout: PageLayout | None = None

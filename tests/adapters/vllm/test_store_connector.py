@@ -237,6 +237,13 @@ def test_sizes_that_are_no_numbers_and_other_roles_are_refused(model: Path, tmp_
             connector(model, tmp_path, role=role)
 
 
+def test_the_folder_may_be_in_the_users_home(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell looks into the JSON, and so ~ would be a folder's name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert connector(model, Path("~/pages")).store.folder.parent == tmp_path / "pages"
+
+
 def test_whatever_changes_keys_or_values_has_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     shutil.copytree(model, weights)
