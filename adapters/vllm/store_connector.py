@@ -188,6 +188,14 @@ class PageStoreConnector(KVConnectorBase_V1):
         self.tracked.pop(request.request_id, None)
         return False, None
 
+    def reset_cache(self) -> bool:
+        """False: files stay, which other engines share. vLLM would only say so in its debug log, and return True."""
+        logger.warning(
+            "PageStoreConnector: a reset forgets no files, and this engine goes on finding them; where other weights "
+            "were loaded, start another engine"
+        )
+        return False
+
     # In the worker.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:

@@ -283,6 +283,11 @@ def test_a_request_that_must_not_find_a_prefix_is_not_looked_up_and_kept(model: 
     assert list(ours.tracked) == ["a"]
 
 
+def test_a_reset_that_forgets_no_files_says_so(model: Path, tmp_path: Path) -> None:
+    """vLLM takes what a connector does not answer for a success."""
+    assert connector(model, tmp_path).reset_cache() is False
+
+
 def test_layers_that_drop_or_overwrite_blocks_are_refused(model: Path, tmp_path: Path) -> None:
     window = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=32)
     with pytest.raises(
