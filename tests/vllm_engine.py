@@ -31,6 +31,18 @@ PROMPTS = (
     "Roses are red, violets are",
     "To whom it may concern: I am writing to you about the lighthouse, whose keeper found a letter in a bottle.",
 )
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+"""Of tiny models."""
 Prompts = Sequence[str] | Sequence[list[int]]
 
 
@@ -158,3 +170,13 @@ def tiny_qwen3(folder: Path, layers: int) -> Path:
         max_position_embeddings=512,
     )
     return save_tiny(transformers.Qwen3ForCausalLM(config), folder)
+
+
+def tiny_gemma3(folder: Path) -> Path:
+    """Windows of 32 tokens in two of three layers, and norms of queries and keys."""
+    import transformers
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    changes = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 32, "query_pre_attn_scalar": 32}
+    config = transformers.Gemma3TextConfig(**{**SIZES, **changes})
+    return save_tiny(transformers.Gemma3ForCausalLM(config), folder)

@@ -51,8 +51,9 @@ def examine() -> dict[str, Any]:
         f"hooks: all {len(hooks.needed(device))} present",
         f"layouts: {', '.join(layouts)}; models with state layers: {states}",
         f"caches: {', '.join(backend.supported_kv_cache_dtypes)}",
-        f"attention: {', '.join(what for what, yes in able.items() if yes)}, softcap, ALiBi, prefix cache",
-        f"refused: {', '.join(what for what, yes in able.items() if not yes)}, speculative decoding",
+        f"attention: {', '.join(what for what, yes in able.items() if yes)}, softcap, ALiBi",
+        "engine: prefix cache; speculative decoding, with full and sliding-window attention",
+        f"refused: {', '.join(what for what, yes in able.items() if not yes)}",
     ]
     others = "no others, and of models with one cache group" if packed else "others not on page_major"
     notes.append(f"KV connectors: {', '.join(connectors.usable()) or 'none'}; {others}")

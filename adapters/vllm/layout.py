@@ -75,32 +75,32 @@ def whole_buffer(tensor: Tensor) -> Tensor:
 def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]:
     """A pool for each of the engine's cache groups, all over its one buffer, page ``i`` being block ``i``.
 
-    Groups overlay one another in a block: a block belongs to one group at a time. Layers keep the model's numbers. The
-    pools' allocators have no free page: the engine alone hands blocks out.
+    Groups overlay one another in a block: a block belongs to one group at a time. Layers keep the model's numbers, a
+    draft model's come after them. The pools' allocators have no free page: the engine alone hands blocks out.
 
     Args:
         config: vLLM's ``KVCacheConfig``.
-        layers: the model's attention and state layers by name, with their caches bound.
+        layers: attention and state layers by name, with their caches bound: the model's, then the draft model's.
         name: of the layout, for people.
 
     Raises:
         RuntimeError: the cache is not one buffer of whole pages, or a layer is not read by pm_ops.
     """
-    from vllm.model_executor.models.utils import extract_layer_index
-
     placed = {layer for tensor in config.kv_cache_tensors for layer in _layers_of(tensor)}
     strides = {tensor.block_stride for tensor in config.kv_cache_tensors}
     sizes = {tensor.size for tensor in config.kv_cache_tensors}
     if len(strides) != 1 or len(sizes) != 1:
         raise RuntimeError(f"pm_ops: the KV cache is not one run of pages: strides {strides} in buffers of {sizes}")
     page_bytes = strides.pop()
+    cached = {layer for group in config.kv_cache_groups for layer in group.layer_names}
+    numbers = layer_numbers(layer for layer in layers if layer in cached)
     pools = []
     buffers: dict[int, Tensor] = {}
     for group in config.kv_cache_groups:
         planes: list[Plane] = []
         tokens = 1
         for layer in (layer for layer in group.layer_names if layer in placed):
-            number, cache = extract_layer_index(layer), layers[layer].kv_cache
+            number, cache = numbers[layer], layers[layer].kv_cache
             if isinstance(cache, Tensor):
                 impl = layers[layer].impl
                 if not hasattr(impl, "locate"):
@@ -127,6 +127,26 @@ def page_pools(config: Any, layers: dict[str, Any], name: str) -> list[PagePool]
             pool.allocator.alloc(pool.allocator.num_free)  # they are the engine's to hand out
             pools.append(pool)
     return pools
+
+
+def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Each layer's number in its model. Those of a draft model that counts from 0 again come after the model's own.
+
+    Args:
+        names: such as ``model.layers.0.self_attn.attn``, then ``draft_model.model.layers.0.self_attn.attn``.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    models: dict[str, dict[str, int]] = {}
+    for name in names:
+        number: int = extract_layer_index(name)
+        models.setdefault(name.partition(f".{number}.")[0], {})[name] = number
+    numbers: dict[str, int] = {}
+    for model in models.values():
+        taken = set(numbers.values())
+        first = 0 if taken.isdisjoint(model.values()) else 1 + max(taken)
+        numbers |= {name: first + number for name, number in model.items()}
+    return numbers
 
 
 def bytes_of_page(kv_cache_config: Any) -> int:

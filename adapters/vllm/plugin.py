@@ -79,9 +79,10 @@ def _refuse(config: Any, settings: Settings) -> None:
             f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is for models with attention and state layers, which this "
             "one is not; leave it out"
         )
-    if config.speculative_config is not None:
+    if hybrid and config.speculative_config is not None:
         raise ValueError(
-            "pm_ops: speculative decoding is not supported; leave speculative_config out, or run without pm_ops"
+            "pm_ops: speculative decoding of models with state layers is not supported; leave speculative_config out, "
+            "or run without pm_ops"
         )
 
 

@@ -261,11 +261,20 @@ def _supported(vllm_config: Any, kv_cache_config: Any) -> Settings:
 
 
 def _identity(vllm_config: Any) -> list[Any]:
-    """What decides a block's bytes, apart from its tokens and its layout.
+    """What decides a block's bytes, apart from its tokens and its layout: the model, and one that drafts for it.
 
     Raises ValueError for a model whose weights cannot be told from others of that name.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
+    identity = [*_model(vllm_config.model_config, vllm_config.load_config), vllm_config.cache_config.cache_dtype]
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.draft_model_config is not vllm_config.model_config:
+        load = drafts.draft_load_config or vllm_config.load_config
+        identity += [drafts.method, *_model(drafts.draft_model_config, load)]
+    return identity
+
+
+def _model(model: Any, load: Any) -> list[Any]:
+    """What decides what this model computes: a ``ModelConfig`` and a ``LoadConfig``."""
     path = Path(model.model)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if load.load_format == "dummy":
@@ -285,7 +294,6 @@ def _identity(vllm_config: Any) -> list[Any]:
         model.revision,
         model.compute_hash(),
         str(model.dtype),
-        vllm_config.cache_config.cache_dtype,
         load.load_format,
         load.model_loader_extra_config,
         weights,

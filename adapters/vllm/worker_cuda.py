@@ -24,6 +24,8 @@ class PageMajorGPUWorker(PageMajorWorker, Worker):
             raise RuntimeError(f"pm_ops: impl fa3 was asked for, but FlashAttention 3 is not there: {library}")
         if (hooks.generation(), "cuda") in hooks.NEVER_RUN:
             logger.warning("pm_ops is written for this generation of vLLM on CUDA, but has never run there")
+        if vllm_config.speculative_config is not None:
+            logger.warning("pm_ops: speculative decoding has run in vLLM's CPU build alone, never on CUDA")
 
     def allocate_cache(self, kv_cache_config: Any) -> None:
         """In packed blocks where vLLM has no layouts."""

@@ -13,32 +13,24 @@ pytestmark = pytest.mark.engines
 
 import psutil
 import transformers
-from vllm_engine import assert_depends_on_context, engine, generate, pools, random_prompts, save_tiny, tokens
+from vllm_engine import (
+    SIZES,
+    assert_depends_on_context,
+    engine,
+    generate,
+    pools,
+    random_prompts,
+    save_tiny,
+    tiny_gemma3,
+    tokens,
+)
 
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
 PROMPTS = random_prompts(512, (5, 17, 31, 40, 64, 77, 100, 150))
 LAYOUTS = ("page_major", "BLNHC", "BLHNC", "BHLNC")
 
 
 def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-
-
-def sliding_and_full() -> Any:
-    """Gemma 3: windows of 32 tokens in two of three layers, and QK-norm."""
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    changes = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 32, "query_pre_attn_scalar": 32}
-    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**{**SIZES, **changes}))
 
 
 def shared_caches() -> Any:
@@ -92,7 +84,7 @@ def preemptions(llm: Any) -> int:
 
 
 def test_sliding_and_full_layers_give_the_same_tokens_in_every_layout(tmp_path: Path) -> None:
-    folder = save_tiny(sliding_and_full(), tmp_path)
+    folder = tiny_gemma3(tmp_path)
     with engine(folder, skip_tokenizer_init=True) as llm:
         assert_depends_on_context(llm, PROMPTS[3])
         stock = tokens(generate(llm, PROMPTS))
@@ -127,6 +119,12 @@ def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_l
     with (
         pytest.raises(ValueError, match="ask for layout page_major, BLNHC or BLHNC"),
         engine(folder, {"layout": "BHLNC"}, **options),
+    ):
+        pass
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with (
+        pytest.raises(ValueError, match="speculative decoding of models with state layers is not supported"),
+        engine(folder, True, **options, speculative_config=drafts),
     ):
         pass
 

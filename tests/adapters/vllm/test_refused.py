@@ -119,11 +119,6 @@ VllmConfig(additional_config={"pm_ops": True})
         (True, {"worker_cls": "my.Worker"}, "worker_cls is my.Worker"),
         (
             True,
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            "speculative decoding is not supported",
-        ),
-        (
-            True,
             {"kv_transfer_config": KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")},
             "the KV connector OffloadingConnector would read page_major blocks as BLNHC ones",
         ),

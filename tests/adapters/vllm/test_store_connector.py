@@ -260,10 +260,15 @@ def test_whatever_changes_keys_or_values_has_a_folder_of_its_own(model: Path, tm
         folder(load_format="dummy", seed=5),
         folder(kv_cache_dtype="fp8"),
     ]
+    drafts = {"num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    assert folder(speculative_config={"method": "ngram", **drafts}) == plain, "which keeps nothing"
+    others.append(
+        folder(speculative_config={"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
+    )
     (file,) = weights.glob("*.safetensors")
     os.utime(file, (0, 0))
     others.append(folder())
-    assert len({plain, *others}) == 7
+    assert len({plain, *others}) == 8
 
 
 def test_requests_that_their_tokens_do_not_tell_are_left_alone(model: Path, tmp_path: Path) -> None:

@@ -21,16 +21,31 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every look for FlashAttention 3, which is not there."""
     found: list[str] = []
     monkeypatch.setattr(fa3, "library", lambda: (found.append("looked"), "no such file")[1])
-    monkeypatch.setattr(PageMajorWorker, "__init__", lambda self, settings: setattr(self, "pm_ops_settings", settings))
+    monkeypatch.setattr(PageMajorWorker, "__init__", lambda self, config: setattr(self, "pm_ops_settings", config.ours))
     return found
+
+
+def config(settings: Settings, drafts: Any = None) -> Any:
+    """As much of a ``VllmConfig`` as our worker reads when it is made."""
+    return SimpleNamespace(ours=settings, speculative_config=drafts)
 
 
 def test_flash_attention_3_is_looked_for_where_it_was_asked_for(loads: list[str]) -> None:
     for impl in ("auto", "triton"):
-        PageMajorGPUWorker(Settings(impl=impl))
+        PageMajorGPUWorker(config(Settings(impl=impl)))
     assert loads == []
     with pytest.raises(RuntimeError, match="impl fa3 was asked for, but FlashAttention 3 is not there: no such file"):
-        PageMajorGPUWorker(Settings(impl="fa3"))
+        PageMajorGPUWorker(config(Settings(impl="fa3")))
+
+
+def test_that_drafts_have_never_run_here_is_said(loads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(hooks, "generation", lambda: hooks.PACKED)
+    monkeypatch.setattr(worker_cuda.logger, "warning", said.append)
+    PageMajorGPUWorker(config(Settings()))
+    assert said == []
+    PageMajorGPUWorker(config(Settings(), drafts={"method": "ngram"}))
+    assert said == ["pm_ops: speculative decoding has run in vLLM's CPU build alone, never on CUDA"]
 
 
 @pytest.mark.parametrize("zeroing", [False, True])
