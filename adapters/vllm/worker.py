@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from copy import deepcopy
 from typing import Any
 
@@ -13,6 +14,8 @@ from .backend import install
 from .config import Settings
 from .layout import page_pools
 
+PROCESSES = ("EngineCore", "VllmWorker")
+"""What the names of vLLM's own processes begin with."""
 logger = init_logger("vllm.pm_ops")  # below vLLM's own, so that its logging settings apply
 
 
@@ -43,7 +46,7 @@ class PageMajorWorker:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the cache, make sure that it is a pool of whole pages, and say so."""
         self.allocate_cache(kv_cache_config)
-        pools = self.page_pools()
+        pools = self.pools
         if not pools:
             raise RuntimeError("pm_ops: this model keeps no KV cache; run it without pm_ops")
         layers = sum(len(pool.layout.layers) for pool in pools)
@@ -68,8 +71,25 @@ class PageMajorWorker:
             specs |= {name: specs[target] for name, target in targets.items() if target in specs}
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
-    def page_pools(self) -> list[pm_ops.PagePool]:
+    @property
+    def pools(self) -> list[pm_ops.PagePool]:
         """The engine's cache as pools, one a cache group; page ``i`` is vLLM's block ``i``."""
         runner = self.model_runner
         layers = self.vllm_config.compilation_config.static_forward_context
         return page_pools(runner.kv_cache_config, layers, self.pm_ops_settings.layout)
+
+    def page_pools(self) -> list[pm_ops.PagePool]:
+        """:attr:`pools`, for ``LLM.collective_rpc`` of an engine in the caller's process.
+
+        Raises:
+            RuntimeError: the worker has a process of its own, which a pool cannot leave. vLLM's thread that sends
+                results would end there, and its caller wait for ever.
+        """
+        process = multiprocessing.current_process().name
+        if process.startswith(PROCESSES):
+            raise RuntimeError(
+                f"pm_ops: the cache lies in the process {process}, and a pool cannot leave it; set "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0 for an LLM of one worker, or send a function there, which takes "
+                "worker.pools"
+            )
+        return self.pools

@@ -36,7 +36,7 @@ class PageMajorGPUWorker(PageMajorWorker, Worker):
         super().allocate_cache(packed)
         place_states(packed, self.vllm_config.compilation_config.static_forward_context)
         if packed.needs_kv_cache_zeroing:
-            replace_zeroer(self.model_runner, self.page_pools()[0])
+            replace_zeroer(self.model_runner, self.pools[0])
 
     def compile_or_warm_up_model(self) -> Any:
         """First the kernels of pm_ops, then what vLLM compiles and captures."""

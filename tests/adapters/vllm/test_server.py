@@ -42,6 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     options += ["--block-size", "16", "--kv-transfer-config", json.dumps(transfer)]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2()), *options]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PM_OPS": "1"}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # takes calls of its workers' methods
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -65,15 +66,15 @@ def answers(url: str) -> bool:
         return False
 
 
-def complete(address: str, prompt: str) -> str:
-    body: dict[str, Any] = {"model": str(smollm2()), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps({**body, "ignore_eos": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
-        return json.load(response)["choices"][0]["text"]
+        return json.load(response)
+
+
+def complete(address: str, prompt: str) -> str:
+    body = {"model": str(smollm2()), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return post(f"{address}/v1/completions", body)["choices"][0]["text"]
 
 
 def test_completions_equal_those_of_a_stock_engine(server: tuple[str, Path, Path]) -> None:
@@ -85,5 +86,9 @@ def test_completions_equal_those_of_a_stock_engine(server: tuple[str, Path, Path
     assert kept > len(ASKED)
     assert [complete(address, prompt) for prompt in ASKED] == stock, "from the caches"
     assert len(list(folder.glob("*/*.pages.safetensors"))) == kept
+    with pytest.raises(urllib.error.HTTPError):
+        post(f"{address}/collective_rpc", {"method": "page_pools"})
+    assert "a pool cannot leave it; set VLLM_ENABLE_V1_MULTIPROCESSING=0" in log.read_text()
+    assert complete(address, ASKED[0]) == stock[0], "what asks for pools in another process does no harm"
     lines = re.findall(r"pm_ops \S+: .*", log.read_text())
     assert len(lines) == 1 and "KV cache page_major, 30 layers in" in lines[0]

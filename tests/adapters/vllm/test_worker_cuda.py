@@ -57,7 +57,7 @@ def test_the_cache_is_packed_where_vllm_has_no_layouts(zeroing: bool, monkeypatc
     monkeypatch.setattr(worker_cuda, "place_states", lambda *call: done.append(("place", *call)))
     monkeypatch.setattr(worker_cuda, "replace_zeroer", lambda *call: done.append(("zero", *call)))
     monkeypatch.setattr(Worker, "initialize_from_config", lambda self, config: done.append(("vLLM's", config)))
-    monkeypatch.setattr(PageMajorWorker, "page_pools", lambda self: ["a pool", "another"])
+    monkeypatch.setattr(PageMajorWorker, "pools", ["a pool", "another"])
     worker: Any = object.__new__(PageMajorGPUWorker)
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": 1}))
     worker.model_runner = "a runner"
