@@ -107,7 +107,7 @@ class Emitter:
         n = self._permuted(n, [order.index(d) for d in range(like.dim())])
         if not _alike(n.meta["val"], like):
             dims = in_memory_order(like)
-            n = self.call(aten.clone.default, self._permuted(n, dims))
+            n = self.call(aten.clone.default, self._permuted(n, dims), memory_format=torch.contiguous_format)
             n = self._permuted(n, [dims.index(d) for d in range(like.dim())])
         return n
 

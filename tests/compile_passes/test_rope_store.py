@@ -80,6 +80,27 @@ def test_a_query_that_is_scaled_before_the_store_is_scaled_after_it(paged: Any) 
     assert count(other, "rope_store_kv") == LAYERS
 
 
+def test_a_rotated_query_has_the_strides_that_the_models_own_has(paged: Any) -> None:
+    """gpt-oss rotates heads first, by a cat of halves, which is contiguous so; its attention takes a view of that."""
+
+    def body(k_cache: Tensor, v_cache: Tensor, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, *rest: Tensor) -> Tensor:
+        positions, inv_freq = rest
+        angles = positions[:, None] * inv_freq
+        cos, sin = angles.cos(), angles.sin()
+
+        def rotate(x: Tensor) -> Tensor:
+            a, b = x.transpose(0, 1).chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        q, k = rotate(q), rotate(k)
+        k_cache[slots], v_cache[slots] = k.transpose(0, 1), v
+        return q.view(-1, q.shape[-1]) * 2
+
+    one, other = twins(paged, body)
+    check_same(one, other, *inputs(), *FORMS["llama"].tensors)
+    assert count(other, "rope_store_kv") == LAYERS
+
+
 @pytest.mark.parametrize("by_tensor", [False, True], ids=["number", "tensor"])
 def test_a_quantisation_by_one_scale_goes_into_the_store(paged: Any, by_tensor: bool) -> None:
     fp8 = torch.float8_e4m3fn
