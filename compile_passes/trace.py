@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from .internals import is_view, value_at_hand, without_facades
+from .internals import is_view, settled, value_at_hand, without_facades
 
 Interpreter = PropagateUnbackedSymInts
 off_record = disable_proxy_modes_tracing
@@ -200,8 +200,9 @@ def restride(x: Any, like: Any) -> Any:
     """A tensor with the strides that later nodes were recorded with; where those have gaps, left as it is."""
     if not isinstance(x, Tensor) or not isinstance(like, Tensor):
         return x
-    assert tuple(x.shape) == tuple(like.shape), f"a rule gave {x.shape} for {like.shape}"
-    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
+    shapes, strides = ([[settled(n) for n in of(t)] for t in (x, like)] for of in (Tensor.size, Tensor.stride))
+    assert shapes[0] == shapes[1], f"a rule gave {x.shape} for {like.shape}"
+    if all(n == 1 or a == b for n, a, b in zip(shapes[0], *strides, strict=True)):
         return x
     return laid_out(x, in_memory_order(like))
 

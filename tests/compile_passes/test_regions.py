@@ -107,6 +107,18 @@ def test_a_view_that_ends_at_a_number_of_one_value_left_is_eagers(paged: Any, fo
     twins.check_pages()
 
 
+def test_a_read_by_an_index_whose_length_a_write_has_settled_is_eagers(paged: Any) -> None:
+    """Three rows are written through it, so its symbolic length is 3 from there on, and has no symbol any more."""
+
+    def body(c: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        set_to(c, (slice(None), at), x.expand(ROWS, 3, HEADS, DIM))
+        return c[:, at + 1] + c[1, at]
+
+    twins = twins_of(paged, Model("BSHD", 14, body), "BSHD", 14, dynamic=True)
+    twins.check(torch.randn(1, DIM), torch.tensor([4, 0, 11]))
+    twins.check_pages()
+
+
 def test_a_view_at_a_number_read_from_a_tensor_is_refused(paged: Any) -> None:
     def body(c: Tensor, x: Tensor, n: Tensor) -> Tensor:
         at = (n + 1).item()
