@@ -169,8 +169,10 @@ class Rewriter(Interpreter):
                 "gather), scaled_dot_product_attention, and registered engine operators; "
                 'on_unsupported_read="materialize" copies the cache out of its pages on every call instead'
             )
-        found = self._call(n)  # strides of what a dense copy becomes may be others than those of what its view does
-        return tree_map(restride, found, n.meta["val"]) if "val" in n.meta else found
+        found = self._call(n)
+        if "val" not in n.meta or n.meta.get("unbacked_bindings"):  # sizes that follow from values are new ones here
+            return found
+        return tree_map(restride, found, n.meta["val"])  # what a copy becomes may lie otherwise than what a view does
 
     def _dense(self, n: Node) -> Any:
         """A node's value, shadows as dense tensors on the record."""

@@ -111,6 +111,20 @@ def test_tensor_methods_written_in_python_are_traced_behind_a_write(name: str) -
         assert torch.equal(torch.compile(step, backend=backend, fullgraph=True)(keys[1]), expected)
 
 
+def test_reads_of_as_many_elements_as_their_values_tell_are_eagers() -> None:
+    keys, values = caches(40, HEADS, DIM), caches(40, HEADS, DIM)
+
+    def step(k: Tensor) -> tuple[Tensor, Tensor]:
+        return k.nonzero() + 1, k.masked_select(k > 0) * 2
+
+    expected = step(keys[1].clone())
+    binding = bind(make_pool(), keys=keys, values=values)
+    backend = page_major_backend(binding, "eager", on_unsupported_read="materialize")
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(step, backend=backend, fullgraph=True)(keys[1])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 DATA: dict[str, Callable[[Any], Any]] = {
     "a view's data": lambda k: k[0] + 1,
     "index": lambda k: k[torch.tensor([1])],
