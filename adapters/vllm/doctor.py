@@ -52,7 +52,7 @@ def examine() -> dict[str, Any]:
         f"layouts: {', '.join(layouts)}; models with state layers: {states}",
         f"caches: {', '.join(backend.supported_kv_cache_dtypes)}",
         f"attention: {', '.join(what for what, yes in able.items() if yes)}, softcap, ALiBi",
-        "engine: prefix cache; speculative decoding, with full and sliding-window attention",
+        "engine: prefix cache; speculative decoding by n-grams, and by draft models where there is one cache group",
         f"refused: {', '.join(what for what, yes in able.items() if not yes)}",
     ]
     others = "no others, and of models with one cache group" if packed else "others not on page_major"

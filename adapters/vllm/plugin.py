@@ -14,6 +14,9 @@ from typing import Any
 from . import hooks
 from .config import HOW, KEY, Settings, write_environment
 
+METHODS = ("ngram", "draft_model")
+"""Of speculative decoding, under vLLM's names: those that were tried."""
+
 
 def register() -> None:
     """Hook the making of ``VllmConfig``. Called by vLLM, any number of times."""
@@ -79,11 +82,20 @@ def _refuse(config: Any, settings: Settings) -> None:
             f"pm_ops: hybrid_blocks={settings.hybrid_blocks} is for models with attention and state layers, which this "
             "one is not; leave it out"
         )
-    if hybrid and config.speculative_config is not None:
+    if config.speculative_config is not None:
+        _refuse_drafts(config.model_config, config.speculative_config)
+
+
+def _refuse_drafts(model: Any, drafts: Any) -> None:
+    """Raise for drafts that were never tried. Which cache groups there are, the worker knows later."""
+    remedy = "leave speculative_config out, or run without pm_ops"
+    if drafts.method not in METHODS:
         raise ValueError(
-            "pm_ops: speculative decoding of models with state layers is not supported; leave speculative_config out, "
-            "or run without pm_ops"
+            f"pm_ops: speculative decoding by {drafts.method} is not supported, by {' and '.join(METHODS)} it is; "
+            f"{remedy}"
         )
+    if model.has_inner_state or drafts.draft_model_config.has_inner_state:
+        raise ValueError(f"pm_ops: speculative decoding by or of models with state layers is not supported; {remedy}")
 
 
 def _choose_attention(config: Any) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,13 +69,13 @@ class Pages(KVConnectorHandshakeMetadata):
 class Prompt(Tracked):
     """A request, the keys of its full blocks, and the bytes that were found for some of them."""
 
-    def __init__(self, request: Any, page_size: int) -> None:
+    def __init__(self, request: Any, page_size: int, seed: str) -> None:
         super().__init__(request)
         self.page_size = page_size
         self.read: dict[int, Tensor] = {}  # until they have a place
         self.found = 0  # so many blocks were there before it ran
         self.asked = time.time_ns()
-        self._digests = [hashlib.sha256(json.dumps(request.cache_salt).encode()).digest()]
+        self._digests = [hashlib.sha256((seed + json.dumps(request.cache_salt)).encode()).digest()]
 
     def key(self, block: int) -> str:
         """The entry of a full block: a hash of all tokens up to its end."""
@@ -93,8 +94,9 @@ class PageStoreConnector(KVConnectorBase_V1):
     """See the module. ``folder`` is needed; ``max_bytes`` defaults to 10 GiB, ``model`` to the model's name.
 
     Engines of another model (weights' files, configuration), dtype, layout or block size use folders of their own below
-    it. Weights must not be exchanged while an engine runs. Requests with images, embeddings or a LoRA adapter are not
-    told by their tokens alone, and those of streaming sessions may change theirs: they are neither kept nor found.
+    it. Where weights are exchanged while an engine runs, ``reset_prefix_cache(reset_connector=True)`` has to follow:
+    the engine shares no more files then. Requests with images, embeddings or a LoRA adapter are not told by their
+    tokens alone, and those of streaming sessions may change theirs: they are neither kept nor found.
     """
 
     requires_kv_delivery = False  # what is lost is computed
@@ -121,6 +123,7 @@ class PageStoreConnector(KVConnectorBase_V1):
                 "bytes; raise max_bytes"
             )
         self.store = PageStore(Path(options["folder"]).expanduser() / name, max_bytes, model=model)
+        self.seed = ""  # what all keys begin with
         self.tracked: dict[str, Prompt] = {}
         self.loads: list[tuple[int, Tensor]] = []
         self.layout: PageLayout | None = None
@@ -139,7 +142,7 @@ class PageStoreConnector(KVConnectorBase_V1):
             return 0, False  # not told by their token ids
         if request.resumable:
             return 0, False  # its tokens may change
-        tracked = self.tracked.setdefault(request.request_id, Prompt(request, self.page_size))
+        tracked = self.tracked.setdefault(request.request_id, Prompt(request, self.page_size, self.seed))
         tracked.asked = time.time_ns()
         if request.skip_reading_prefix_cache:
             return 0, False  # vLLM 0.26 would take what was found all the same
@@ -189,12 +192,11 @@ class PageStoreConnector(KVConnectorBase_V1):
         return False, None
 
     def reset_cache(self) -> bool:
-        """False: files stay, which other engines share. vLLM would only say so in its debug log, and return True."""
-        logger.warning(
-            "PageStoreConnector: a reset forgets no files, and this engine goes on finding them; where other weights "
-            "were loaded, start another engine"
-        )
-        return False
+        """Find nothing that was kept so far, by anybody: keys have a beginning of this engine's own from now on, and
+        requests that run are not kept. Files stay, for the engines that share them."""
+        self.seed = uuid.uuid4().hex
+        self.tracked.clear()
+        return True
 
     # In the worker.
 
@@ -265,16 +267,16 @@ def _identity(vllm_config: Any) -> list[Any]:
 
     Raises ValueError for a model whose weights cannot be told from others of that name.
     """
-    identity = [*_model(vllm_config.model_config, vllm_config.load_config), vllm_config.cache_config.cache_dtype]
+    load, cache_dtype = vllm_config.load_config, vllm_config.cache_config.cache_dtype
     drafts = vllm_config.speculative_config
+    identity = _model(vllm_config.model_config, load, cache_dtype)
     if drafts is not None and drafts.draft_model_config is not vllm_config.model_config:
-        load = drafts.draft_load_config or vllm_config.load_config
-        identity += [drafts.method, *_model(drafts.draft_model_config, load)]
+        identity += _model(drafts.draft_model_config, drafts.draft_load_config or load, cache_dtype)
     return identity
 
 
-def _model(model: Any, load: Any) -> list[Any]:
-    """What decides what this model computes: a ``ModelConfig`` and a ``LoadConfig``."""
+def _model(model: Any, load: Any, cache_dtype: str) -> list[Any]:
+    """What decides what this model writes: a ``ModelConfig`` and a ``LoadConfig``."""
     path = Path(model.model)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if load.load_format == "dummy":
@@ -294,6 +296,7 @@ def _model(model: Any, load: Any) -> list[Any]:
         model.revision,
         model.compute_hash(),
         str(model.dtype),
+        cache_dtype,
         load.load_format,
         load.model_loader_extra_config,
         weights,

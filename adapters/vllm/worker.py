@@ -45,6 +45,12 @@ class PageMajorWorker:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the cache, make sure that it is a pool of whole pages, and say so."""
+        drafts, groups = self.vllm_config.speculative_config, len(kv_cache_config.kv_cache_groups)
+        if drafts is not None and drafts.method == "draft_model" and groups > 1:
+            raise RuntimeError(
+                f"pm_ops: draft models are supported where all layers make one cache group, and here are {groups}, as "
+                "some have sliding windows; draft with n-grams (method ngram), or run without pm_ops"
+            )
         self.allocate_cache(kv_cache_config)
         pools = self.pools
         if not pools:
@@ -82,8 +88,8 @@ class PageMajorWorker:
         """:attr:`pools`, for ``LLM.collective_rpc`` of an engine in the caller's process.
 
         Raises:
-            RuntimeError: the worker has a process of its own, which a pool cannot leave. vLLM's thread that sends
-                results would end there, and its caller wait for ever.
+            RuntimeError: vLLM has given the worker a process of its own, which a pool cannot leave. Its thread that
+                sends results would end there, and the caller wait for ever.
         """
         process = multiprocessing.current_process().name
         if process.startswith(PROCESSES):

@@ -123,7 +123,7 @@ def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_l
         pass
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     with (
-        pytest.raises(ValueError, match="speculative decoding of models with state layers is not supported"),
+        pytest.raises(ValueError, match="speculative decoding by or of models with state layers is not supported"),
         engine(folder, True, **options, speculative_config=drafts),
     ):
         pass

@@ -119,6 +119,11 @@ VllmConfig(additional_config={"pm_ops": True})
         (True, {"worker_cls": "my.Worker"}, "worker_cls is my.Worker"),
         (
             True,
+            {"speculative_config": {"method": "custom_class", "model": "my.Drafts", "num_speculative_tokens": 2}},
+            "speculative decoding by custom_class is not supported, by ngram and draft_model it is",
+        ),
+        (
+            True,
             {"kv_transfer_config": KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")},
             "the KV connector OffloadingConnector would read page_major blocks as BLNHC ones",
         ),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engines
 
 import torch
 import transformers
-from vllm_engine import PREFIXES, engine, generate, host_tier, pools, save_tiny, tiny_gemma3, tokens
+from vllm_engine import PREFIXES, engine, generate, host_tier, pools, tiny_gemma3, tokens
 
 from pm_ops.adapters.vllm.layout import layer_numbers
 from pm_ops.adapters.vllm.rope import HOOK
@@ -67,24 +67,32 @@ def test_a_draft_models_layers_follow_the_models_own_in_every_page(
 
 
 def test_drafts_of_preempted_requests_and_of_chunks(
-    model: Path, stock: list[list[int]], drafts: dict[str, Any]
+    model: Path, stock: list[list[int]], drafts: dict[str, Any], accepted: int
 ) -> None:
     with speculating(model, True, drafts, **SMALL) as llm:
         assert tokens(generate(llm, PREFIXES)) == stock
+        assert count(llm, "spec_decode_num_accepted_tokens") == accepted
         assert count(llm, "num_preemptions") > 0
 
 
 def test_a_draft_model_of_another_shape_shares_the_pages(model: Path, stock: list[list[int]], tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32
-    )
-    save_tiny(transformers.LlamaForCausalLM(config), tmp_path)
+    """The model itself with two copies of each KV head, which is right about every token if its cache is."""
+    one = transformers.AutoModelForCausalLM.from_pretrained(model)
+    heads, dim = one.config.num_key_value_heads, one.config.hidden_size // one.config.num_attention_heads
+    config = transformers.LlamaConfig(**{**one.config.to_dict(), "num_key_value_heads": 2 * heads})
+    draft = transformers.LlamaForCausalLM(config)
+    weights = one.state_dict()
+    for name in (name for name in weights if "k_proj" in name or "v_proj" in name):
+        weights[name] = weights[name].view(heads, dim, -1).repeat_interleave(2, 0).flatten(0, 1)
+    draft.load_state_dict(weights)
+    draft.save_pretrained(tmp_path)
     other = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
     with speculating(model, True, other) as llm:
         (pool,) = pools(llm)
         shapes = [pool.layout.plane(layer, "key").shape for layer in pool.layout.layers]
-        assert shapes == [(2, 32)] * 4 + [(1, 32)] * 2
+        assert shapes == [(2, 32)] * 4 + [(4, 32)] * 4
         assert tokens(generate(llm, PREFIXES)) == stock
+        assert count(llm, "spec_decode_num_accepted_tokens") == count(llm, "spec_decode_num_draft_tokens") > 0
 
 
 def test_both_models_are_fused_when_they_are_compiled(
@@ -111,12 +119,17 @@ def test_prefixes_come_back_from_host_memory_for_both_models(
         assert count(llm, "spec_decode_num_accepted_tokens") == 2 * accepted
 
 
-def test_drafts_from_the_prompt_in_windows_and_full_attention(tmp_path: Path) -> None:
+def test_drafts_from_the_prompt_in_windows_and_full_attention(drafts: dict[str, Any], tmp_path: Path) -> None:
     """In a process of its own: this proposer imports numba, beside which vLLM's CPU build starts no other engine."""
     folder = tiny_gemma3(tmp_path)
     with engine(folder, skip_tokenizer_init=True) as llm:
         prompts = [prompt + more for prompt, more in zip(PREFIXES, tokens(generate(llm, PREFIXES)), strict=True)]
         stock = tokens(generate(llm, prompts))
+    with (
+        pytest.raises(RuntimeError, match="draft models are supported where all layers make one cache group"),
+        speculating(folder, True, drafts),
+    ):
+        pass
     code = """
 import json, sys
 from pathlib import Path

@@ -71,7 +71,7 @@ def test_what_cannot_be_read_or_written_is_computed_and_nothing_wrong_is_kept(
     """One engine, and a store after the other."""
     asked, expected = PREFIXES[5:], stock[5:]
     request = SimpleNamespace(cache_salt=None, all_token_ids=asked[0])
-    prefix = [f"{Prompt(request, 16).key(block)}.pages.safetensors" for block in range(3)]
+    prefix = [f"{Prompt(request, 16, '').key(block)}.pages.safetensors" for block in range(3)]
     with storing(model, tmp_path / "first") as llm:
         scheduler, worker = llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
 
@@ -171,7 +171,7 @@ def test_a_store_that_is_too_small_keeps_the_beginning_of_a_prompt(model: Path, 
         assert found[0] == 0 and min(found[1:]) >= 6 and answers[1:] == answers[:-1]
 
         generate(llm, [prompt])
-        keys = [Prompt(SimpleNamespace(cache_salt=None, all_token_ids=prompt), 16).key(i) for i in range(8)]
+        keys = [Prompt(SimpleNamespace(cache_salt=None, all_token_ids=prompt), 16, "").key(i) for i in range(8)]
         scheduler.store.discard(keys[0])
         generate(llm, [prompt])  # the engine finds them all by itself
         assert all(key in scheduler.store for key in keys[:6])
@@ -245,8 +245,9 @@ def test_the_folder_may_be_in_the_users_home(model: Path, tmp_path: Path, monkey
 
 
 def test_whatever_changes_keys_or_values_has_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
-    weights = tmp_path / "weights"
-    shutil.copytree(model, weights)
+    weights, draft = tmp_path / "weights", tmp_path / "draft"
+    for copy in (weights, draft):
+        shutil.copytree(model, copy)
 
     def folder(**options: Any) -> str:
         return connector(weights, tmp_path / "pages", **options).store.folder.name
@@ -262,13 +263,15 @@ def test_whatever_changes_keys_or_values_has_a_folder_of_its_own(model: Path, tm
     ]
     drafts = {"num_speculative_tokens": 2, "prompt_lookup_max": 2}
     assert folder(speculative_config={"method": "ngram", **drafts}) == plain, "which keeps nothing"
-    others.append(
-        folder(speculative_config={"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
-    )
+    drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    others.append(folder(speculative_config=dict(drafting)))
+    (file,) = draft.glob("*.safetensors")
+    os.utime(file, (0, 0))
+    others.append(folder(speculative_config=dict(drafting)))
     (file,) = weights.glob("*.safetensors")
     os.utime(file, (0, 0))
     others.append(folder())
-    assert len({plain, *others}) == 8
+    assert len({plain, *others}) == 9
 
 
 def test_requests_that_their_tokens_do_not_tell_are_left_alone(model: Path, tmp_path: Path) -> None:
@@ -288,9 +291,25 @@ def test_a_request_that_must_not_find_a_prefix_is_not_looked_up_and_kept(model: 
     assert list(ours.tracked) == ["a"]
 
 
-def test_a_reset_that_forgets_no_files_says_so(model: Path, tmp_path: Path) -> None:
-    """vLLM takes what a connector does not answer for a success."""
-    assert connector(model, tmp_path).reset_cache() is False
+def test_after_a_reset_nothing_is_found_that_was_kept_before_it(
+    model: Path, stock: list[list[int]], tmp_path: Path
+) -> None:
+    """Nor what was being computed then: other weights may have been loaded. Other engines still find their files."""
+    with storing(model, tmp_path, enable_prefix_caching=False) as llm:
+        assert tokens(generate(llm, PREFIXES)) == stock
+        kept = entries(tmp_path)
+        ours = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        llm.llm_engine.add_request("running", {"prompt_token_ids": PREFIXES[3]}, SamplingParams(max_tokens=40))
+        llm.llm_engine.step()
+        assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert ours.tracked == {}
+        llm.llm_engine.abort_request(["running"])
+        outputs = generate(llm, PREFIXES)
+        assert tokens(outputs) == stock and not any(output.num_cached_tokens for output in outputs[:5])
+        assert set(kept) < set(entries(tmp_path))
+        outputs = generate(llm, PREFIXES)
+        assert tokens(outputs) == stock and [output.num_cached_tokens for output in outputs] == FULL
+    assert run(model, tmp_path) == (stock, FULL)
 
 
 def test_layers_that_drop_or_overwrite_blocks_are_refused(model: Path, tmp_path: Path) -> None:
