@@ -94,6 +94,13 @@ def pools(llm: Any) -> list[Any]:
     return llm.collective_rpc("page_pools")[0]
 
 
+def metric(llm: Any, name: str, **labels: str) -> int:
+    """What vLLM has counted so far under ``vllm:name``."""
+    found: int
+    (found,) = (m.value for m in llm.get_metrics() if m.name == f"vllm:{name}" and labels.items() <= m.labels.items())
+    return found
+
+
 def random_prompts(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
@@ -134,16 +141,7 @@ def tiny_llama(folder: Path) -> Path:
     """Four layers, a vocabulary of 512, 2 KV heads of 32: 32 KiB for a block of 16 tokens."""
     import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=512,
-    )
-    return save_tiny(transformers.LlamaForCausalLM(config), folder)
+    return save_tiny(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), folder)
 
 
 _SHARED, *_ENDS = random_prompts(512, (48, 50, 50))
@@ -159,16 +157,7 @@ def tiny_qwen3(folder: Path, layers: int) -> Path:
     """With a norm of queries and keys; a vocabulary of 512, 2 KV heads of 32."""
     import transformers
 
-    config = transformers.Qwen3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-    )
+    config = transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": layers})
     return save_tiny(transformers.Qwen3ForCausalLM(config), folder)
 
 

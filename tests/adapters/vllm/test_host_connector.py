@@ -26,6 +26,7 @@ from vllm_engine import (
     engine,
     generate,
     host_tier,
+    metric,
     pools,
     random_prompts,
     save_tiny,
@@ -46,11 +47,6 @@ def hosting(model: Path, pm_ops: Any = True, **more: Any) -> Iterator[Any]:
 def connector(llm: Any) -> PageHostConnector:
     """The scheduler's."""
     return llm.llm_engine.engine_core.engine_core.scheduler.connector
-
-
-def metric(llm: Any, name: str, **labels: str) -> int:
-    values = [m.value for m in llm.get_metrics() if m.name == name and labels.items() <= m.labels.items()]
-    return sum(values)
 
 
 def run(llm: Any) -> tuple[list[list[int]], list[int]]:
@@ -85,8 +81,8 @@ def test_every_full_block_of_a_prompt_is_restored(
         assert len(ours.index) == kept, "every block that was filled, answers too"
         assert ours.tracked == {} and ours.saves == {} and ours.loads == {}
         restored = sum(FULL) - fresh[-1]  # what two prompts begin with is restored once, for the first
-        assert metric(llm, "vllm:external_prefix_cache_hits") == restored
-        assert metric(llm, "vllm:prompt_tokens_cached_by_source", source="host") == restored
+        assert metric(llm, "external_prefix_cache_hits") == restored
+        assert metric(llm, "prompt_tokens_cached_by_source", source="host") == restored
         assert llm.reset_prefix_cache(reset_connector=True)
         assert len(ours.index) == 0
         assert run(llm)[0] == stock and len(ours.index) == kept
@@ -102,11 +98,11 @@ def test_a_cache_that_is_too_small_for_all_preempts_and_reads_its_own_blocks_bac
     with hosting(model, kv_transfer_config=config, disable_log_stats=False, **small) as llm:
         for _ in range(3):
             assert run(llm)[0] == stock
-        assert metric(llm, "vllm:num_preemptions") > 0
+        assert metric(llm, "num_preemptions") > 0
         host = get_kv_transfer_group().transfers.host.pool.allocator
         assert len(connector(llm).index) <= max_pages == host.num_pages
         if max_pages == 200:
-            assert metric(llm, "vllm:external_prefix_cache_hits") > 0
+            assert metric(llm, "external_prefix_cache_hits") > 0
             assert llm.reset_prefix_cache()
             assert run(llm)[1] == FULL
 

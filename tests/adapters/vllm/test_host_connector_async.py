@@ -13,7 +13,7 @@ from delayed import arrive, broken_copies, delay
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.request import RequestStatus
-from vllm_engine import FULL, PREFIXES, engine, generate, host_tier, tokens
+from vllm_engine import FULL, PREFIXES, engine, generate, host_tier, metric, tokens
 
 from pm_ops import transfer_plan, transfer_queue
 from pm_ops.adapters.vllm.host_transfers import Moved
@@ -92,8 +92,7 @@ class Held:
 
 
 def preemptions(held: Held) -> int:
-    (count,) = (m.value for m in held.llm.get_metrics() if m.name == "vllm:num_preemptions")
-    return count
+    return metric(held.llm, "num_preemptions")
 
 
 @pytest.fixture(scope="module")

@@ -18,19 +18,17 @@ from vllm_engine import (
     assert_depends_on_context,
     engine,
     generate,
+    metric,
     pools,
     random_prompts,
     save_tiny,
     tiny_gemma3,
+    tiny_llama,
     tokens,
 )
 
 PROMPTS = random_prompts(512, (5, 17, 31, 40, 64, 77, 100, 150))
 LAYOUTS = ("page_major", "BLNHC", "BLHNC", "BHLNC")
-
-
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 def shared_caches() -> Any:
@@ -78,11 +76,6 @@ def mamba2() -> Any:
     return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**SIZES, **states, pad_token_id=0))
 
 
-def preemptions(llm: Any) -> int:
-    (count,) = (metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
-    return count
-
-
 def test_sliding_and_full_layers_give_the_same_tokens_in_every_layout(tmp_path: Path) -> None:
     folder = tiny_gemma3(tmp_path)
     with engine(folder, skip_tokenizer_init=True) as llm:
@@ -98,7 +91,7 @@ def test_sliding_and_full_layers_give_the_same_tokens_in_every_layout(tmp_path: 
     few = {"block_size": 16, "num_gpu_blocks_override": 50, "max_model_len": 256, "max_num_batched_tokens": 64}
     with engine(folder, True, skip_tokenizer_init=True, **few, disable_log_stats=False) as llm:
         assert tokens(generate(llm, PROMPTS)) == stock, "groups that take each other's blocks"
-        assert preemptions(llm) > 0
+        assert metric(llm, "num_preemptions") > 0
 
 
 def test_a_hybrid_of_state_and_attention_layers_gives_the_same_tokens_in_every_layout(tmp_path: Path) -> None:
@@ -141,7 +134,7 @@ def test_mamba_2_beside_attention_gives_the_same_tokens(tmp_path: Path) -> None:
         assert sorted(kinds) == [("conv", "ssm"), ("key", "value")]
         for _ in range(2):
             assert tokens(generate(llm, PROMPTS)) == stock, "states in blocks that were keys, and the other way round"
-        assert preemptions(llm) > 0
+        assert metric(llm, "num_preemptions") > 0
 
 
 def test_small_hybrid_blocks_find_shorter_prefixes_and_give_the_same_tokens(tmp_path: Path) -> None:
@@ -175,7 +168,7 @@ def test_other_kinds_of_attention(tmp_path: Path, make: Callable[[], Any]) -> No
 
 def test_prompts_in_chunks_and_a_cache_that_is_too_small_for_all(tmp_path: Path) -> None:
     """Chunked prefill mixes long prompts with decodes; with few blocks the engine preempts and recomputes."""
-    folder = save_tiny(llama(), tmp_path)
+    folder = tiny_llama(tmp_path)
     options = {"skip_tokenizer_init": True}
     with engine(folder, **options) as llm:
         assert_depends_on_context(llm, PROMPTS[3])
@@ -184,7 +177,7 @@ def test_prompts_in_chunks_and_a_cache_that_is_too_small_for_all(tmp_path: Path)
     with engine(folder, True, **options, **small, disable_log_stats=False) as llm:
         assert pools(llm)[0].num_pages == 24
         assert tokens(generate(llm, PROMPTS)) == stock
-        assert preemptions(llm) > 0
+        assert metric(llm, "num_preemptions") > 0
 
 
 def first_layer(llm: Any) -> list[torch.Tensor]:
@@ -197,7 +190,7 @@ def first_layer(llm: Any) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
     """A model, and its first layer in a cache of the model's dtype."""
-    folder = save_tiny(llama(), tmp_path_factory.mktemp("llama"))
+    folder = tiny_llama(tmp_path_factory.mktemp("llama"))
     with engine(folder, True, skip_tokenizer_init=True) as llm:
         return folder, first_layer(llm)
 
@@ -235,7 +228,7 @@ def test_a_cache_of_another_dtype_gives_the_same_tokens_in_every_layout(
 
 
 def test_an_engine_that_was_shut_down_gives_its_cache_back_though_the_model_lives(tmp_path: Path) -> None:
-    folder = save_tiny(llama(), tmp_path)
+    folder = tiny_llama(tmp_path)
     with engine(folder, True, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30) as llm:
         generate(llm, PROMPTS[:1])
         pools(llm)[0].buffer.fill_(1)  # every byte of it is really there
@@ -248,7 +241,7 @@ def test_an_engine_that_was_shut_down_gives_its_cache_back_though_the_model_live
 
 def test_two_workers_that_share_the_heads_give_the_same_tokens(tmp_path: Path) -> None:
     """Tensor parallelism: each worker is a process of its own and keeps pages of its own."""
-    folder = save_tiny(llama(), tmp_path)
+    folder = tiny_llama(tmp_path)
     with engine(folder, skip_tokenizer_init=True) as llm:
         assert_depends_on_context(llm, PROMPTS[3])
         stock = tokens(generate(llm, PROMPTS))

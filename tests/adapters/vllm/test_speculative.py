@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engines
 
 import torch
 import transformers
-from vllm_engine import PREFIXES, engine, generate, host_tier, pools, tiny_gemma3, tokens
+from vllm_engine import PREFIXES, engine, generate, host_tier, metric, pools, tiny_gemma3, tokens
 
 from pm_ops.adapters.vllm.layout import layer_numbers
 from pm_ops.adapters.vllm.rope import HOOK
@@ -39,18 +39,13 @@ def speculating(model: Path, pm_ops: Any, drafts: dict[str, Any], **options: Any
     return engine(model, pm_ops, **{**defaults, **options})
 
 
-def count(llm: Any, name: str) -> int:
-    (found,) = (metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
-    return found
-
-
 @pytest.fixture(scope="module")
 def accepted(model: Path, stock: list[list[int]], drafts: dict[str, Any]) -> int:
     """Of the drafts for ``PREFIXES`` in a stock engine, those that were the model's tokens."""
     with speculating(model, None, drafts) as llm:
         assert tokens(generate(llm, PREFIXES)) == stock
-        accepted = count(llm, "spec_decode_num_accepted_tokens")
-        assert 50 < accepted < count(llm, "spec_decode_num_draft_tokens") / 2
+        accepted = metric(llm, "spec_decode_num_accepted_tokens")
+        assert 50 < accepted < metric(llm, "spec_decode_num_draft_tokens") / 2
     return accepted
 
 
@@ -62,7 +57,7 @@ def test_a_draft_models_layers_follow_the_models_own_in_every_page(
         (pool,) = pools(llm)
         assert pool.layout.layers == tuple(range(8))
         assert tokens(generate(llm, PREFIXES)) == stock
-        assert count(llm, "spec_decode_num_accepted_tokens") == accepted
+        assert metric(llm, "spec_decode_num_accepted_tokens") == accepted
         assert tokens(generate(llm, PREFIXES)) == stock, "from the prefix cache"
 
 
@@ -71,8 +66,8 @@ def test_drafts_of_preempted_requests_and_of_chunks(
 ) -> None:
     with speculating(model, True, drafts, **SMALL) as llm:
         assert tokens(generate(llm, PREFIXES)) == stock
-        assert count(llm, "spec_decode_num_accepted_tokens") == accepted
-        assert count(llm, "num_preemptions") > 0
+        assert metric(llm, "spec_decode_num_accepted_tokens") == accepted
+        assert metric(llm, "num_preemptions") > 0
 
 
 def test_a_draft_model_of_another_shape_shares_the_pages(model: Path, stock: list[list[int]], tmp_path: Path) -> None:
@@ -92,7 +87,7 @@ def test_a_draft_model_of_another_shape_shares_the_pages(model: Path, stock: lis
         shapes = [pool.layout.plane(layer, "key").shape for layer in pool.layout.layers]
         assert shapes == [(2, 32)] * 4 + [(4, 32)] * 4
         assert tokens(generate(llm, PREFIXES)) == stock
-        assert count(llm, "spec_decode_num_accepted_tokens") == count(llm, "spec_decode_num_draft_tokens") > 0
+        assert metric(llm, "spec_decode_num_accepted_tokens") == metric(llm, "spec_decode_num_draft_tokens") > 0
 
 
 def test_both_models_are_fused_when_they_are_compiled(
@@ -100,7 +95,7 @@ def test_both_models_are_fused_when_they_are_compiled(
 ) -> None:
     with speculating(model, {"fuse_rope": "strict"}, drafts, enforce_eager=False) as llm:
         assert tokens(generate(llm, PREFIXES)) == stock
-        assert count(llm, "spec_decode_num_accepted_tokens") == accepted
+        assert metric(llm, "spec_decode_num_accepted_tokens") == accepted
         report = llm.llm_engine.vllm_config.compilation_config.inductor_compile_config[HOOK].report
         assert len(report.fused) == 8
 
@@ -110,13 +105,13 @@ def test_prefixes_come_back_from_host_memory_for_both_models(
 ) -> None:
     with speculating(model, True, drafts, block_size=16, kv_transfer_config=host_tier()) as llm:
         assert tokens(generate(llm, PREFIXES)) == stock
-        assert count(llm, "spec_decode_num_accepted_tokens") == accepted
+        assert metric(llm, "spec_decode_num_accepted_tokens") == accepted
         assert llm.reset_prefix_cache()
         (pool,) = pools(llm)
         pool.pages.view(torch.float32).normal_()  # finite, as vLLM's drafts have keys in view that are not written yet
         assert tokens(generate(llm, PREFIXES)) == stock
-        assert count(llm, "external_prefix_cache_hits") > 300
-        assert count(llm, "spec_decode_num_accepted_tokens") == 2 * accepted
+        assert metric(llm, "external_prefix_cache_hits") > 300
+        assert metric(llm, "spec_decode_num_accepted_tokens") == 2 * accepted
 
 
 def test_drafts_from_the_prompt_in_windows_and_full_attention(drafts: dict[str, Any], tmp_path: Path) -> None:
@@ -135,14 +130,14 @@ import json, sys
 from pathlib import Path
 
 sys.path.insert(0, "tests")
-from vllm_engine import engine, generate, tokens
+from vllm_engine import engine, generate, metric, tokens
 
 folder, prompts = json.load(sys.stdin)
 drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 options = {"skip_tokenizer_init": True, "disable_log_stats": False, "speculative_config": drafts}
 with engine(Path(folder), True, **options) as llm:
     found = tokens(generate(llm, prompts))
-    (accepted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+    accepted = metric(llm, "spec_decode_num_accepted_tokens")
 print(json.dumps([found, accepted]))
 """
     done = subprocess.run(

@@ -17,7 +17,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm_engine import FRESH, FULL, PREFIXES, engine, generate, tokens
+from vllm_engine import FRESH, FULL, PREFIXES, engine, generate, metric, tokens
 
 from pm_ops import PageStore
 from pm_ops.adapters.vllm.store_connector import PageStoreConnector, Prompt
@@ -151,7 +151,7 @@ def test_a_cache_that_is_too_small_for_all_reads_its_own_blocks_back(
         disable_log_stats=False,
     ) as llm:
         assert tokens(generate(llm, PREFIXES)) == stock
-        (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+        preempted = metric(llm, "num_preemptions")
         assert preempted > 0
         outputs = generate(llm, PREFIXES)
         assert tokens(outputs) == stock
